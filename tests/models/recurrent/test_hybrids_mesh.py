@@ -25,6 +25,10 @@ CASES = {
                    "ssm_state_size": 6, "n_routed_experts": 4, "moe_intermediate_size": 12,
                    "moe_shared_expert_intermediate_size": 10, "moe_latent_size": 8},
     "granitemoehybrid": {**MAMBA2, "num_local_experts": 4, "layer_types": ["mamba", "attention", "mamba"]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "kv_lora_rank": 8,
+                    "num_key_value_heads": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+                    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 12, "linear_num_heads": 2,
+                    "linear_head_dim": 6},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 24}, "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1,
                                                          "num_experts": 4, "mamba_d_state": 6}}
 
