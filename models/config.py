@@ -87,9 +87,12 @@ class Layer:
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
-            the rotated part of a head. None: keys and values for each head.
+            the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
         output_gate: True multiplies the attention's output by the sigmoid of a projection of the layer's input.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
+        half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
+            cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
+        beside: True computes attention beside the recurrent block, from the same input, and adds their outputs.
     """
 
     rope: Rope | None = None
@@ -112,17 +115,26 @@ class Layer:
     latent: Latent | None = None
     output_gate: bool = False
     block: Literal["pre", "post"] | None = None
+    half: Literal["attention", "mlp"] | None = None
+    beside: bool = False
 
     def __post_init__(self) -> None:
-        if self.latent is not None and (self.rope is None or self.rope.chunks is not None or dataclasses.replace(
+        if self.latent is not None and ((self.rope is None) != (self.latent.plain > 0) or (
+                self.rope is not None and self.rope.chunks is not None) or dataclasses.replace(
                 self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
-            raise ValueError("latent: takes a rope without chunks, and of the other options scale, experts and "
-                             "query_scale")
-        if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None, block=None) != Layer(
-                ):
+            raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
+                             "(plain), and of the other options scale, experts and query_scale")
+        if self.recurrent is not None and not self.beside and dataclasses.replace(
+                self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
+        if self.beside and (self.recurrent is None or self.half is not None or self.latent is not None):
+            raise ValueError("beside: takes a layer with a recurrent block, both halves and no latent")
+        if self.half == "mlp" and dataclasses.replace(self, half=None, experts=None, block=None) != Layer():
+            raise ValueError("half: got 'mlp' with options of attention, takes none")
+        if self.half == "attention" and self.experts is not None:
+            raise ValueError("half: got 'attention' with experts, takes none")
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
@@ -175,6 +187,7 @@ class DecoderConfig:
         layer_inputs: an embedding of its own of each token for every layer, or None.
         streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
+        gate_scale, mlp_scale: factors of the MLP's gate before its activation, and of the MLP's outputs.
     """
 
     __repr__ = short
@@ -216,6 +229,8 @@ class DecoderConfig:
     layer_inputs: LayerInputs | None = None
     streams: Streams | None = None
     layer_scale: bool = False
+    gate_scale: float = 1.0
+    mlp_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
@@ -245,8 +260,10 @@ class DecoderConfig:
                              "shares that of others")
         if len({type(layer.recurrent) for layer in self.layers if layer.recurrent is not None}) > 1:
             raise ValueError("recurrent: got blocks of several kinds, takes one kind")
-        if self.block == "parallel" and any(layer.block is not None for layer in self.layers):
-            raise ValueError("block: got one of a layer in a decoder with parallel blocks, takes None")
+        if self.block == "parallel" and any(layer.block is not None or layer.half for layer in self.layers):
+            raise ValueError("block: got one of a layer in a decoder with parallel blocks, or half a layer, takes None")
+        if any(layer.half for layer in self.layers) and not self.recurrent:
+            raise ValueError("half: takes a decoder in which some layers have a recurrent block")
         if self.twin_norms and self.block != "parallel":
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
@@ -255,10 +272,10 @@ class DecoderConfig:
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
-        if self.latent and (self.latent < len(self.layers) or self.attention_softcap is not None
+        if self.latent and (self.latent < len(self.attending) or self.summing or self.attention_softcap is not None
                             or self.qk_norm is not None or self.value_norm is not None
                             or self.value_heads is not None):
-            raise ValueError("latent: takes all layers, and no soft cap of the scores, qk_norm, value_norm or "
+            raise ValueError("latent: takes all layers with attention, and no soft cap, qk_norm, value_norm or "
                              "value_heads")
         for i, layer in enumerate(self.layers):
             for name in ("head_dim", "mlp"):
@@ -290,8 +307,10 @@ class DecoderConfig:
                 raise ValueError("linear: a width of its own cannot be combined with qk_norm")
             if layer.rope is not None and layer.rope.width > self.key_width(layer):
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.key_width(layer)}")
-            if layer.experts is not None and (not self.gated or self.mlp_bias or self.activation == "xielu"):
-                raise ValueError("experts: takes a gated MLP without biases, and an activation without parameters")
+            if layer.experts is not None and (self.mlp_bias or self.activation == "xielu"):
+                raise ValueError("experts: takes an MLP without biases, and an activation without parameters")
+            if layer.experts is not None and not self.gated and (layer.experts.bias or layer.experts.glu is not None):
+                raise ValueError("experts: got a bias or a gated activation, takes a gated MLP for them")
 
     @property
     def values_of_key(self) -> int:
@@ -317,7 +336,7 @@ class DecoderConfig:
 
     @property
     def latent(self) -> int:
-        """Number of layers with multi-head latent attention: 0, or all layers."""
+        """Number of layers with multi-head latent attention: 0, or all layers with attention."""
         return sum(layer.latent is not None for layer in self.layers)
 
     @property
@@ -327,8 +346,15 @@ class DecoderConfig:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Indices of the layers that compute their own keys, for which a cache stores entries."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None and layer.echoes is None)
+        """Indices of the layers that compute their own keys or states, for which a cache stores entries."""
+        return tuple(i for i, layer in enumerate(self.layers)
+                     if layer.reads is None and layer.echoes is None and layer.half != "mlp")
+
+    @property
+    def entries(self) -> tuple[tuple[int, bool], ...]:
+        """The entries of a cache in their order: the layer's index, and True for that of a recurrent block."""
+        return tuple((i, recurrent) for i in self.own for recurrent in (False, True)
+                     if i in (self.recurrent if recurrent else (*self.attending, *self.summing)))
 
     @property
     def echoed(self) -> bool:
@@ -342,7 +368,8 @@ class DecoderConfig:
     @property
     def attending(self) -> tuple[int, ...]:
         """Indices of the layers in `own` with softmax attention, for which a cache stores keys and values."""
-        return tuple(i for i in self.own if self.layers[i].linear is None and self.layers[i].recurrent is None)
+        return tuple(i for i in self.own if (layer := self.layers[i]).linear is None and (
+            layer.recurrent is None or layer.beside))
 
     @property
     def summing(self) -> tuple[int, ...]:
@@ -356,13 +383,14 @@ class DecoderConfig:
 
     @property
     def stateful(self) -> tuple[int, ...]:
-        """Indices of the layers in `own` without keys and values, for which a cache stores a state."""
-        return tuple(i for i in self.own if i not in self.attending)
+        """Indices of the layers in `own` for which a cache stores a state, in place of keys and values or beside them.
+        """
+        return tuple(i for i in self.own if i in self.summing or i in self.recurrent)
 
     @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, or the attention weights, of other layers."""
-        return len(self.own) < len(self.layers)
+        return any(layer.reads is not None or layer.echoes is not None for layer in self.layers)
 
 
 def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:

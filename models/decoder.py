@@ -28,7 +28,7 @@ from decodax.models.images import Images
 from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, head_norm, kept, weight
 from decodax.models.packed import Packed, embedded, head, multiply
-from decodax.models.recurrent.blocks import recurrent_block
+from decodax.models.recurrent.blocks import Block, recurrent_block
 from decodax.models.residual.layer_inputs import LayerFactor, LayerInput, LayerInputTable
 from decodax.models.residual.streams import LowRankPath, StreamEnds, StreamMixer
 from decodax.models.rope import Rope, rotate
@@ -171,20 +171,28 @@ class DecoderLayer(nnx.Module):
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
         norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
-        block = layer.block or c.block
-        self.attn_in = norm(block != "post")
-        self.attn = (LatentAttention(c, layer, rngs) if layer.latent is not None else Attention(c, layer, rngs)
-                     if layer.recurrent is None else recurrent_block(c, layer.recurrent, rngs))
-        self.attn_out = norm(block in ("post", "sandwich"))
+        block, attends, feeds = layer.block or c.block, layer.half != "mlp", layer.half != "attention"
+        self.attn_in = norm(block != "post" and attends)
+        self.attn = self._mixer(layer, rngs) if attends else None
+        self.beside = recurrent_block(c, layer.recurrent, rngs) if layer.beside and layer.recurrent else None
+        self.attn_out = norm(block in ("post", "sandwich") and attends)
         apart = layer.experts is not None and layer.experts.branch_norms
-        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and not apart)
-        self.mlp = (MLP(c, rngs, layer.mlp, sparsity=layer.sparsity) if layer.experts is None else
-                    Mixture(c, layer.experts, rngs))
-        self.mlp_out = norm(block in ("post", "sandwich"))
+        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)
+        self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
+            MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
+        self.mlp_out = norm(block in ("post", "sandwich") and feeds)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = LayerFactor() if c.layer_scale else None
         self.streams = StreamMixer(c, rngs) if c.streams is not None else None
-        self.beside = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
+        self.low_rank = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
+
+    def _mixer(self, layer: Layer, rngs: nnx.Rngs) -> Attention | LatentAttention | Block:
+        """Returns the layer's attention, or the block in its place."""
+        if layer.latent is not None:
+            return LatentAttention(self.c, layer, rngs)
+        if layer.recurrent is None or layer.beside:
+            return Attention(self.c, layer, rngs)
+        return recurrent_block(self.c, layer.recurrent, rngs)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
@@ -203,17 +211,22 @@ class DecoderLayer(nnx.Module):
     def _block(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                keep: tuple[bool, bool] | Array) -> tuple[Array, Any]:
         """Returns the residual stream after attention and MLP, and the layer's entry."""
-        scale = self.c.residual_scale
+        scale, mlp = self.c.residual_scale, self.mlp
         keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
-        branch, entry = self._attention(index, normed, tables, attend, keeps[0])
-        if self.c.block == "parallel":
-            beside = self.mlp_in(x) if self.mlp_in is not None else normed
-            return x + scale * (branch + kept(self.mlp, beside, keeps[1])), entry
-        x = x + scale * branch
-        if self.beside is not None:
-            x = (x + self.beside(normed)) * 2 ** -0.5
-        inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
+        entry = ()
+        if self.attn is not None:
+            branch, entry = self._attention(index, normed, tables, attend, keeps[0])
+            if self.c.block == "parallel":
+                assert mlp is not None
+                beside = self.mlp_in(x) if self.mlp_in is not None else normed
+                return x + scale * (branch + kept(mlp, beside, keeps[1])), entry
+            x = x + scale * branch
+        if self.low_rank is not None:
+            x = (x + self.low_rank(normed)) * 2 ** -0.5
+        if mlp is None:
+            return x, entry
+        inside = lambda x: _optional(self.mlp_out, mlp(_optional(self.mlp_in, x)))
         return x + scale * kept(inside, x, keeps[1]), entry
 
     def _finished(self, index: int, x: Array, tables: dict[Any, Any], keep: bool | Array) -> Array:
@@ -235,6 +248,7 @@ class DecoderLayer(nnx.Module):
         `parallel` block the stream before it."""
         alone = self.c.block == "parallel" and not self.c.twin_norms
         normed = _optional(self.attn_in if alone else self.mlp_in, x)
+        assert self.mlp is not None
         return self.c.residual_scale * _optional(self.mlp_out, self.mlp(normed))
 
     def values(self, x: Array) -> Array:
@@ -245,11 +259,15 @@ class DecoderLayer(nnx.Module):
     def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                    keep: bool | Array) -> tuple[Array, Any]:
         def inside(x: Array) -> tuple[Array, Any]:
+            assert self.attn is not None
             branch, entry = self.attn(index, x, tables, attend)
+            if self.beside is not None:
+                more, own = self.beside(index, x, tables, attend)
+                branch, entry = branch + more, (entry, own)
             return _optional(self.attn_out, branch), entry
 
         if keep is False:
-            return jnp.zeros_like(x), ()
+            return jnp.zeros_like(x), () if self.beside is None else ((), ())
         return kept(inside, x, keep)
 
 
@@ -304,6 +322,8 @@ class Decoder(nnx.Module):
                 attend = echoes = Echoes(self.c, attend, near)
             elif self.c.shared:
                 attend = self._sharing(attend)
+        elif len(self.c.entries) != len(self.c.layers) or any(layer.beside for layer in self.c.layers):
+            attend = self._numbered(attend)
         x = x if self.streams is None else self.streams.split(x)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
@@ -311,7 +331,7 @@ class Decoder(nnx.Module):
             if i < len(added):
                 x = x + added[i].astype(x.dtype)
             if i in self.c.own:
-                entries.append(entry)
+                entries += entry if self.c.layers[i].beside else [entry]
             states.append(x if self.c.streams is None else x[:, :, self.c.streams.active])
         if echoes is not None:
             entries = echoes.entries(entries)
@@ -331,6 +351,12 @@ class Decoder(nnx.Module):
             return attend(place[reads], q, *made[reads], **options)
 
         return shared
+
+    def _numbered(self, attend: Attend) -> Attend:
+        """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a
+        cache's entries."""
+        place = {entry: number for number, entry in enumerate(self.c.entries)}
+        return lambda layer, q, k, v, **options: attend(place[layer, "walk" in options], q, k, v, **options)
 
     def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
                  which: Array | None = None) -> Array:

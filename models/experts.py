@@ -29,12 +29,13 @@ Glu = Callable[[Array, Array], Array]
 """A function from the gate's and the other projection's result to the inner channels."""
 
 
-def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
+def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel, down: Kernel,
         activation: Callable[[Array], Array], biases: tuple[Array, Array, Array] | None = None,
         on_input: bool = False, glu: Glu | None = None) -> Array:
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
-    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device has a part of the inner
+    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`, or without a gate `activation(x @ up[e]) @
+    down[e]`. On a mesh each device has a part of the inner
     channels of all experts, or of some experts if the mesh has an axis "expert", and computes that part for its own
     tokens. The parts are summed once for all tokens. The layout of packed kernels is left to the compiler.
 
@@ -42,7 +43,7 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         x: `f[n, D]`.
         which: `i32[n, k]`, the chosen experts.
         weights: `f32[n, k]`, their weights.
-        gate, up: `f[E, D, I]`, may be packed.
+        gate, up: `f[E, D, I]`, may be packed; `gate` may be None, without biases and `glu`.
         down: `f[E, I, D]`, may be packed.
         activation: elementwise function.
         biases: those of the three projections, `f[E, I]`, `f[E, I]` and `f[E, D]`, or None.
@@ -53,8 +54,11 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         `f[n, D]`, in the dtype of `x`.
     """
     inner, glu = () if biases is None else biases[:2], glu or (lambda gate, up: activation(gate) * up)
-    if isinstance(gate, Array) and isinstance(up, Array) and isinstance(down, Array):
-        out = _over_mesh(x, which, weights, gate, up, down, inner, glu, on_input)
+    if gate is None:
+        glu = lambda gate, up: activation(up)
+    arrays = [kernel for kernel in (gate, up, down) if isinstance(kernel, Array)]
+    if len(arrays) == 3 - (gate is None):
+        out = _over_mesh(x, which, weights, arrays, inner, glu, on_input)
     else:
         out = _mixed(x, which, weights, gate, up, down, inner, glu, on_input)
     if biases is None:
@@ -65,29 +69,32 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
                                       for j in range(which.shape[1])), out)
 
 
-def _over_mesh(x: Array, which: Array, weights: Array, gate: Array, up: Array, down: Array, inner: tuple[Array, ...],
-               glu: Glu, on_input: bool) -> Array:
-    """Computes `mix` without the last biases, each device its part."""
-    E, rows = gate.shape[0], PartitionSpec(DATA)
+def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array], inner: tuple[Array, ...], glu: Glu,
+               on_input: bool) -> Array:
+    """Computes `mix` without the last biases, each device its part. `kernels` are gate, if there is one, up and down.
+    """
+    E, rows, count = kernels[0].shape[0], PartitionSpec(DATA), len(kernels)
     wide, narrow = PartitionSpec(EXPERT, None, MODEL), PartitionSpec(EXPERT, MODEL)
 
     def part(*own: Array) -> Array:
-        x, which, weights, gate, up, down, *inner = own
-        held = gate.shape[0]
+        x, which, weights, *rest = own
+        *gate, up, down = rest[:count]
+        held = up.shape[0]
         if held < E:
             which = which - held * lax.axis_index(EXPERT)
-        return _mixed(x, which, weights, gate, up, down, tuple(inner), glu, on_input, held < E)[None, None]
+        return _mixed(x, which, weights, gate[0] if gate else None, up, down, tuple(rest[count:]), glu, on_input,
+                      held < E)[None, None]
 
-    out = shardwise(part, (rows, rows, rows, wide, wide, narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner)),
-                    PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, gate, up, down, *inner, rows=(DATA,))
+    into = (rows, rows, rows, *(wide,) * (count - 1), narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner))
+    out = shardwise(part, into, PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, *kernels, *inner, rows=(DATA,))
     return constrain(out.sum((0, 1)), rows)
 
 
-def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel, inner: tuple[Array, ...],
-           glu: Glu, on_input: bool, elsewhere: bool = False) -> Array:
+def _mixed(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel, down: Kernel,
+           inner: tuple[Array, ...], glu: Glu, on_input: bool, elsewhere: bool = False) -> Array:
     """Computes `mix` without the last biases on one device. With `elsewhere`, `which` may contain experts of other
     devices."""
-    (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
+    (n, k), E = which.shape, jax.tree.leaves(up)[0].shape[0]
     if elsewhere:
         here = (which >= 0) & (which < E)
         which = jnp.where(here, which, E)       # sorted last, counted nowhere
@@ -115,7 +122,8 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
             own = jax.tree.map(lambda kernel: kernel[jnp.minimum(e, E - 1)], (gate, up, down, inner))
             one, other, last, (first, second) = own[0], own[1], own[2], own[3] or (0, 0)
             own_x = x[rows] * worth[:, None] if on_input else x[rows]
-            return multiply(glu(multiply(own_x, one) + first, multiply(own_x, other) + second), last)
+            gated = jnp.zeros(()) if one is None else multiply(own_x, one) + first
+            return multiply(glu(gated, multiply(own_x, other) + second), last)
 
         return lax.cond(e < E, run, lambda: jnp.zeros((BLOCK, x.shape[1]), x.dtype))
 

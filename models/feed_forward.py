@@ -48,7 +48,7 @@ class MLP(nnx.Module):
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp",
                  sparsity: float = 0.0):
-        self.activation, self.sparsity, width = c.activation, sparsity, width or c.mlp
+        self.c, self.activation, self.sparsity, width = c, c.activation, sparsity, width or c.mlp
         into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
         self.gate = into() if c.gated else None
         self.up = into()
@@ -58,12 +58,15 @@ class MLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         act = ACTIVATIONS[self.activation] if self.act is None else self.act
         if self.gate is None:
-            return self.down(act(self.up(x)))
-        gate = self.gate(x)
+            return self._scaled(self.down(act(self.up(x))), self.c.mlp_scale)
+        gate = self._scaled(self.gate(x), self.c.gate_scale)
         if self.sparsity:
             at = statistics.NormalDist().inv_cdf(self.sparsity)
             gate = jax.nn.relu(gate - gate.mean(-1, keepdims=True) - at * gate.std(-1, keepdims=True))
-        return self.down(act(gate) * self.up(x))
+        return self._scaled(self.down(act(gate) * self.up(x)), self.c.mlp_scale)
+
+    def _scaled(self, y: Array, factor: float) -> Array:
+        return y if factor == 1.0 else y * factor
 
 
 class Mixture(nnx.Module):
@@ -73,9 +76,13 @@ class Mixture(nnx.Module):
         self.e, self.activation = e, c.activation
         self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
         self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
-        wide, narrow = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None)
-        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), wide, STD, e.bias) for _ in range(2))
-        self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
+        wide, narrow, width = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None), e.latent or c.width
+        into = lambda: Kernels(rngs, (e.count, width, e.width), wide, STD, e.bias)
+        self.gate = into() if c.gated else None
+        self.up = into()
+        self.down = Kernels(rngs, (e.count, e.width, width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
+        self.latent_in = Linear(rngs, (c.width, width), ("embed", None), False) if e.latent else None
+        self.latent_out = Linear(rngs, (width, c.width), (None, "embed"), False) if e.latent else None
         self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
         self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
         self.expert_scale = nnx.Param(jnp.ones(e.count), axes=(None,)) if e.expert_scale else None
@@ -92,12 +99,14 @@ class Mixture(nnx.Module):
                                None if self.correction is None else self.correction[...])
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[which]
-        gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
-        biases = None if self.gate.bias is None or self.up.bias is None or self.down.bias is None else (
-            self.gate.bias[...], self.up.bias[...], self.down.bias[...])
-        out = mix(normed(self.experts_in, flat), which, weights, gate, up, down, ACTIVATIONS[self.activation],
-                  biases, self.e.where == "input", self.e.glu)
-        out = normed(self.experts_out, out)
+        up, down = (part.kernel.get_value() for part in (self.up, self.down))
+        gate = None if self.gate is None else self.gate.kernel.get_value()
+        biases = (None if self.gate is None or self.gate.bias is None or self.up.bias is None or self.down.bias is None
+                  else (self.gate.bias[...], self.up.bias[...], self.down.bias[...]))
+        narrow = normed(self.experts_in, flat) if self.latent_in is None else self.latent_in(flat)
+        out = mix(narrow, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases,
+                  self.e.where == "input", self.e.glu)
+        out = normed(self.experts_out, out if self.latent_out is None else self.latent_out(out))
         if self.shared is not None:
             beside = normed(self.shared_out, self.shared(normed(self.shared_in, flat)))
             if self.shared_gate is not None:

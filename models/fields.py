@@ -54,16 +54,17 @@ POSITIONS = _whole(1, (1 << 31) - 1)
 INDEX = _whole(0, (1 << 31) - 1)
 IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
-LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention', 'chunked_attention' and 'linear_attention'",
-                   lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention",
-                                                               "chunked_attention", "indexed_attention",
-                                                               "linear_attention") for y in x))
+LAYERS_BY_NAME = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
+                  "conv", "attention", "mamba")
+LAYER_TYPES = Kind(f"a list of {', '.join(map(repr, LAYERS_BY_NAME))}",
+                   lambda x: isinstance(x, list) and all(y in LAYERS_BY_NAME for y in x))
 PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
                lambda x: LAYERS.fits(x) or (isinstance(x, str) and x != "" and set(x) <= {"L", "G"}))
 
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
-          "feed_forward_proj scoring_func topk_method",
+          "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act "
+          "hybrid_override_pattern",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
           "use_double_wide_mlp altup_correct_scale use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm "
           "scale_attn_weights "
@@ -74,44 +75,57 @@ _KEYS: dict[Kind, str] = {
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
           "linear_allow_neg_eigval moe_router_enable_expert_bias norm_head norm_softmax use_rmsnorm "
           "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
-          "normalize_before add_final_layer_norm normalize_embedding",
+          "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
+          "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
-            "dual_chunk_attention_config per_layer_config",
+            "dual_chunk_attention_config per_layer_config linear_attn_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
-            "llama_4_scaling_beta attn_scale",
+            "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
+            "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
-              "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale",
+              "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
+              "block_ffn_dim_multiplier",
     NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
             "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval encoder_layers "
-            "decoder_layers",
-    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
-           "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
+            "decoder_layers attn_layer_period expert_layer_period",
+    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts "
+           "num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim encoder_attention_heads "
            "decoder_attention_heads num_mel_bins top_k_experts num_global_key_value_heads global_head_dim "
-           "altup_num_inputs",
-    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank",
+           "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
+           "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
+           "num_experts_per_token num_expert_group short_conv_kernel_size",
+    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
+           "mamba_d_ssm moe_latent_size",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "dense_intermediate_size expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
-             "decoder_vocab_size vocab_size_per_layer_input",
+             "decoder_vocab_size vocab_size_per_layer_input block_ff_dim shared_intermediate_size "
+             "moe_shared_expert_intermediate_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
-               "attention_chunk_size max_source_positions max_target_positions",
+               "attention_chunk_size max_source_positions max_target_positions block_multiple_of "
+               "mamba_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
+           "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
            "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
+    _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
+    _list(TEXT, "names"): "layers_block_type",
+    Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
+        "mamba_d_head mamba_dt_rank",
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
     _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
@@ -126,7 +140,7 @@ OWN = {("gemma3n_text", "intermediate_size"): Kind(
 """Kind of entries that differ in a family, by `model_type` and key."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
-          "dual_chunk_attention_config")
+          "dual_chunk_attention_config", "linear_attn_config")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
@@ -170,5 +184,5 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
-       "q_lora_rank")
+       "q_lora_rank", "block_ffn_dim_multiplier", "mamba_d_ssm")
 """Entries for which null switches something off that a missing entry leaves on."""

@@ -1,4 +1,4 @@
-"""Tensor names of families in which some layers have a gated delta rule: the fields of `decodax.models.names.Names`."""
+"""Tensor names of families in which some layers have a recurrent block: the fields of `decodax.models.names.Names`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,70 @@ QWEN3_5: dict[str, Any] = {
     "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
     "further": ("mtp.",)}
 
+GATES = ("attn.b", "attn.c", "attn.x")
+LFM2: dict[str, Any] = {
+    "layer": {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn.o": "self_attn.out_proj",
+              "attn.q_norm": "self_attn.q_layernorm", "attn.k_norm": "self_attn.k_layernorm",
+              "attn_in": "operator_norm", "mlp_in": "ffn_norm", **dict.fromkeys(GATES, "conv.in_proj"),
+              "attn.out": "conv.out_proj", "mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3",
+              "mlp.down": "feed_forward.w2", "mlp.router": "feed_forward.gate"},
+    "experts": {f"mlp.{part}": f"feed_forward.experts.{{expert}}.w{i}"
+                for part, i in (("gate", 1), ("up", 3), ("down", 2))},
+    "correction": "feed_forward.expert_bias", "norm": "embedding_norm", "fused": (GATES,),
+    "extra": {"attn.conv_taps": "conv.conv.weight", "attn.conv_bias": "conv.conv.bias"}}
+
+KIMI: dict[str, Any] = {
+    "layer": {**NORMS, **MLP, **{f"attn.{x}": f"self_attn.{x}_proj" for x in "qo"}, "attn.out": "self_attn.o_proj",
+              "attn.q_a": "self_attn.q_a_proj", "attn.q_a_norm": "self_attn.q_a_layernorm",
+              "attn.q_b": "self_attn.q_b_proj", "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+              "attn.kv_a_norm": "self_attn.kv_a_layernorm",
+              **dict.fromkeys(("attn.k_b", "attn.v_b"), "self_attn.kv_b_proj"), "attn.y_norm": "self_attn.o_norm",
+              **{f"attn.in_{x}": f"self_attn.{x}_proj" for x in "qkvb"},
+              **{f"attn.{ours}": f"self_attn.{theirs}_proj" for ours, theirs in (
+                  ("low_a", "f_a"), ("in_a", "f_b"), ("low_z", "g_a"), ("in_z", "g_b"))},
+              "mlp.router": "block_sparse_moe.gate",
+              **{f"mlp.shared.{x}": f"block_sparse_moe.shared_experts.{x}_proj" for x in ("gate", "up", "down")}},
+    "experts": {f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}"
+                for part, i in (("gate", 1), ("up", 3), ("down", 2))},
+    "correction": "block_sparse_moe.gate.e_score_correction_bias", "fused": (("attn.k_b", "attn.v_b"),),
+    "grouped": True, "padded": {"attn.A_log": 2},
+    "extra": {"attn.A_log": "self_attn.A_log", "attn.dt_bias": "self_attn.dt_bias",
+              **{f"attn.{x}_taps": f"self_attn.{x}_conv1d.weight" for x in "qkv"}}}
+
+STATES = {"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "y_scale": "norm.weight", "conv_taps": "conv1d.weight",
+          "conv_bias": "conv1d.bias"}
+NEMOTRON_H: dict[str, Any] = {
+    "layer": {"attn_in": "norm", "mlp_in": "norm", **{f"attn.{x}": f"mixer.{x}_proj" for x in "qkvo"},
+              "attn.into": "mixer.in_proj", "attn.out": "mixer.out_proj", "mlp.router": "mixer.gate",
+              **{f"mlp.{x}": f"mixer.{x}_proj" for x in ("up", "down")},
+              **{f"mlp.shared.{x}": f"mixer.shared_experts.{x}_proj" for x in ("up", "down")},
+              "mlp.latent_in": "mixer.fc1_latent_proj", "mlp.latent_out": "mixer.fc2_latent_proj"},
+    "experts": {f"mlp.{x}": f"mixer.experts.{{expert}}.{x}_proj" for x in ("up", "down")},
+    "correction": "mixer.gate.e_score_correction_bias", "stem": "backbone.", "embed": "embeddings", "norm": "norm_f",
+    "extra": {f"attn.{ours}": f"mixer.{theirs}" for ours, theirs in STATES.items()}, "further": ("mtp.",)}
+MAMBA = {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"}, "attn.into": "mamba.in_proj",
+         "attn.out": "mamba.out_proj"}
+BAMBA: dict[str, Any] = {
+    "layer": {**MAMBA, "attn_in": "input_layernorm", "mlp_in": "pre_ff_layernorm", "mlp.router": "feed_forward.router",
+              **{f"mlp.{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")}},
+    "experts": {f"mlp.{x}": f"feed_forward.experts.{{expert}}.{x}_proj" for x in ("gate", "up", "down")},
+    "norm": "final_layernorm", "extra": {f"attn.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}}
+SHARED_HALVES = ("mlp.shared.gate", "mlp.shared.up")
+GRANITE: dict[str, Any] = {
+    "layer": {**MAMBA, **NORMS, "mlp.router": "block_sparse_moe.router.layer",
+              **dict.fromkeys((*SHARED_HALVES, "mlp.gate", "mlp.up"), "shared_mlp.input_linear"),
+              **dict.fromkeys(("mlp.shared.down", "mlp.down"), "shared_mlp.output_linear")},
+    "experts": {**dict.fromkeys(("mlp.gate", "mlp.up"), "block_sparse_moe.input_linear.weight"),
+                "mlp.down": "block_sparse_moe.output_linear.weight"},
+    "extra": BAMBA["extra"], "fused": (("mlp.gate", "mlp.up"), SHARED_HALVES)}
+
 NAMES: dict[str, dict[str, Any]] = {
+    "kimi_linear": KIMI, "nemotron_h": NEMOTRON_H, "granitemoehybrid": GRANITE, "bamba": BAMBA,
+    "falcon_h1": {**BAMBA, "layer": {**BAMBA["layer"], "beside.into": "mamba.in_proj", "beside.out": "mamba.out_proj"},
+                  "extra": {f"beside.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}},
+    "jamba": {**BAMBA, "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
+                                 **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
+    "lfm2": LFM2, "lfm2_moe": LFM2,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),
                   **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},

@@ -17,9 +17,9 @@ def _latent(c: DecoderConfig, i: int) -> KVLayer:
     """Returns the shape of a layer with latent attention: one head, whose keys are the values, too. A choice of keys
     takes the place of a bias."""
     latent, rope = c.layers[i].latent, c.layers[i].rope
-    assert latent is not None and rope is not None
+    assert latent is not None
     more = 0 if latent.indexer is None else latent.indexer.width
-    return KVLayer(1, latent.rank + rope.width + more, 0, queries=c.heads, bias=more > 0)
+    return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0)
 
 
 def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:

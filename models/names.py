@@ -63,6 +63,7 @@ class Names:
         interleaved: the columns of the projections in a fused tensor of all experts alternate.
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
         outside: names of further tensors outside of layers, by the weight's path.
+        padded: number of first axes of length 1 that such tensors have in the file alone, by path inside a layer.
     """
 
     layer: dict[str, str]
@@ -87,6 +88,7 @@ class Names:
     interleaved: bool = False
     extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
     outside: dict[str, str] = dataclasses.field(default_factory=dict)
+    padded: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -327,7 +329,8 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
         within = f"{names.stem}{names.layers}.{index}."
         own = names.extra.get(f"{inner}.{leaf}")
         if own is not None and not leaf.endswith("_taps"):
-            return WeightSource((f"{within}{own}",), False, None, shape)
+            more = (1,) * names.padded.get(f"{inner}.{leaf}", 0)
+            return WeightSource((f"{within}{own}",), False, None, (*more, *shape))
         of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2 and own is None)     # a tensor of all experts
         if own is not None:
             name, transpose, inner = f"{within}{own}", True, f"{inner}.{leaf}"

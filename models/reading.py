@@ -41,12 +41,14 @@ def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
 def read_experts(count: int, chosen: int, width: int, normalise: bool = True, key: str = "num_experts_per_tok",
                  **fields: Any) -> Experts:
     """Returns a mixture; `fields` are the other ones of `Experts`, `key` is the entry of the chosen experts."""
+    if count < 1:
+        raise ValueError(f"num_experts, num_local_experts or n_routed_experts: got {count}, takes 1 or more")
     if chosen > count:
         raise ValueError(f"{key}: got {chosen}, takes at most the number of experts, {count}")
     try:
         return Experts(count, chosen, width, normalise, **fields)
     except ValueError as e:
-        raise ValueError(f"{key}, n_routed_experts, n_group or topk_group: {e}") from None
+        raise ValueError(f"{key}, n_routed_experts, n_group, num_expert_group or topk_group: {e}") from None
 
 
 def with_experts(layers: tuple[Layer, ...], experts: Experts,
@@ -79,7 +81,7 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
     rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:
         raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
-    if kinds is not None and not {"chunked_attention", "indexed_attention", "linear_attention"}.isdisjoint(kinds):
+    if kinds is not None and not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types: got {kinds}, takes a list of 'full_attention' and 'sliding_attention'")
     local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
     far = Layer(rope, None, scale)

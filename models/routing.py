@@ -10,7 +10,7 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Mixtral, Qwen 3 MoE, Granite MoE | softmax | no | no | divided by their sum |
 | Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
 | ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
-| MiniMax M2, Hy3 | sigmoid | yes | no | divided by their sum, scaled |
+| MiniMax M2, Hy3, LFM2 | sigmoid | yes | no | divided by their sum, scaled |
 | GLM-4.5, DeepSeek V3 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
@@ -75,6 +75,9 @@ class Experts:
         branch_norms: True: the router, the chosen experts and the shared MLP each read the residual stream through a
             norm of their own, in place of one norm for all, and the experts' sum and the shared MLP's output each pass
             another norm before they are added.
+        eps: added to the sum by which weights are divided.
+        latent: number of channels of the tokens that experts compute, which a projection makes of the model's channels
+            and another one turns back; 0: the model's channels. The shared MLP has these in any case.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
     """
 
@@ -93,6 +96,8 @@ class Experts:
     shared_gate: bool = False
     bias: bool = False
     glu: ClippedSwiGLU | None = None
+    eps: float = 0.0
+    latent: int = 0
     jitter: float = 0.01
     logit_scale: float = 1.0
     expert_scale: bool = False
@@ -146,7 +151,7 @@ def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[A
     if e.normalise:
         # The least divisor keeps sigmoids that are all zero from becoming NaN.
         weights = jax.nn.softmax(weights) if e.score == "logits" else (
-            weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20))
+            weights / (jnp.maximum(weights.sum(-1, keepdims=True), 1e-20) + e.eps))
     return which, weights if e.scale == 1.0 else weights * e.scale
 
 

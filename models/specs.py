@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from decodax.common.axes import EXPERT
 from decodax.models.config import DecoderConfig
-from decodax.models.recurrent.options import GatedDelta
+from decodax.models.recurrent.options import GatedDelta, ShortConv
 
 
 def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
@@ -28,6 +28,8 @@ def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh,
              "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers)),
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
              "shared_mlp": math.gcd(*(e.shared for e in experts)),
+             "conv_channels": math.gcd(*(layer.recurrent.channels for layer in config.layers
+                                         if isinstance(layer.recurrent, ShortConv))),
              "delta_heads": math.gcd(*(layer.recurrent.key_heads for layer in config.layers
                                        if isinstance(layer.recurrent, GatedDelta)))}
     size = dict(mesh.shape)

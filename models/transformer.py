@@ -136,10 +136,11 @@ class Transformer(LayeredModel):
                         where=self._places(c.attending, c.summing))
 
     def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
-        """Returns the place of each layer in a `PerLayer` cache."""
-        place = {layer: (other, i) for other, some in ((False, attending), (True, others))
+        """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache."""
+        place = {(layer, other): (other, i) for other, some in ((False, attending), (True, others))
                  for i, layer in enumerate(some)}
-        return tuple(place[layer] for layer in self.config.own)
+        linear = self.config.summing
+        return tuple(place[layer, recurrent or layer in linear] for layer, recurrent in self.config.entries)
 
     @property
     def encodes(self) -> bool:
@@ -290,7 +291,7 @@ class Transformer(LayeredModel):
             return out, ()
 
         x = network.embedded(tokens, where, values, given)
-        alone: Attend = attend if not self.config.latent or self.config.indexed else Expanding(
+        alone: Attend = attend if not self.config.latent or self.config.indexed or self.config.recurrent else Expanding(
             lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
         return network(x, where, alone, self.context, keep, near=near, images=images,
                        inputs=network.inputs(tokens, x, given))[0], network.logits

@@ -4,7 +4,7 @@ from decodax.cache.dense import Dense, dense
 from decodax.cache.hybrid import PerLayer
 from decodax.cache.key_values import KeyValues, KVLayer, cache_of, empty_kv
 from decodax.cache.linear import LinearRule, LinearStates, LinearTerms, linear_states
-from decodax.cache.recurrence import Factors, LinearRecurrent
+from decodax.cache.recurrence import ConvInputs, Factors, LinearRecurrent
 from decodax.cache.recurrent import Recurrent
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
@@ -12,6 +12,7 @@ from decodax.cache.wrapper import Wrapper
 
 __all__ = [
            "AttentionView",
+           "ConvInputs",
            "Dense",
            "Factors",
            "KVLayer",

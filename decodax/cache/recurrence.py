@@ -51,6 +51,17 @@ GRID = 64.0
 
 
 @struct
+class ConvInputs(Struct):
+    """The entry of a layer with a short convolution and no recurrence.
+
+    Attributes:
+        inputs: `f[B, W, C]`, inputs of the convolution.
+    """
+
+    inputs: Array
+
+
+@struct
 class Factors(Struct):
     """The entry of a layer of linear recurrence, with the symbols of this module's docstring.
 
@@ -75,7 +86,8 @@ class LinearRecurrent(Sized, DraftBase):
 
     Attributes:
         rings: for each layer `f[B, R, C]`, the last `R` inputs of its convolution, oldest first; zeros before the text.
-        states: for each layer `f32[B, H, N, P]`, the matrix `S` of each head.
+        states: for each layer `f32[B, H, N, P]`, the matrix `S` of each head; None for a layer that has a convolution
+            alone.
         length: `i32[B]`, number of tokens of the verified text.
         size: static; maximum number of tokens of a text.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
@@ -84,7 +96,7 @@ class LinearRecurrent(Sized, DraftBase):
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
 
     rings: tuple[Array, ...]
-    states: tuple[Array, ...]
+    states: tuple[Array | None, ...]
     length: Array
     size: int = static()
     given: PyTree = None
@@ -92,7 +104,7 @@ class LinearRecurrent(Sized, DraftBase):
     def before(self, layer: int, x: Array, window: Window | AttentionView) -> Array:
         """Returns the convolution's inputs at the `R` nearest ancestors of each node, `f[B, W, R, C]`, the farthest
         first. `x` has the inputs at the nodes themselves, `f[B, W, C]`. `window` is the window, or a view of it with
-        the `Factors` of nodes of earlier windows in `before`."""
+        the entry of nodes of earlier windows in `before`."""
         if window.before is not None:
             x = jnp.concatenate([window.before.inputs, x.astype(window.before.inputs.dtype)], 1)
         return _latest(self.rings[layer], self.length, x, window.key_positions, window.visible(), window.positions)
@@ -118,6 +130,7 @@ class LinearRecurrent(Sized, DraftBase):
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
         rate = None if rate is None else rate.astype(jnp.float32)
         state, W = self.states[layer], k.shape[1]
+        assert state is not None
         if isinstance(window, Window) and window.is_prefill and W > chunk:
             y, v, total, _ = _chunks(state, q, k, v, decay, rate, window.live, chunk)
             return y, Factors(inputs=x, keys=k, values=v, total=total)
@@ -139,11 +152,12 @@ class LinearRecurrent(Sized, DraftBase):
 
     def commit(self, entries: Entries, slots: Array) -> LinearRecurrent:
         length = jnp.maximum(self.length, slots.max(1) + 1)
-        rings, states = [], []
+        rings: list[Array] = []
+        states: list[Array | None] = []
         for ring, state, own in zip(self.rings, self.states, entries, strict=True):
             latest = _latest(ring, self.length, own.inputs, slots, (slots >= 0)[:, None], length[:, None])
             rings.append(latest[:, 0].astype(ring.dtype))
-            states.append(_after(state, own.keys, own.values, own.total, slots))
+            states.append(None if state is None else _after(state, own.keys, own.values, own.total, slots))
         return self.replace(rings=tuple(rings), states=tuple(states), length=length)
 
     def tree_buffer(self, entries: Entries, room: int) -> LinearScratch:
@@ -158,14 +172,14 @@ class LinearScratch(Draftable):
 
     Attributes:
         base: the `LinearRecurrent` cache of the verified text.
-        nodes: for each layer the `Factors` of the nodes, with arrays `[B, room, ...]`.
+        nodes: for each layer the entry of the nodes, with arrays `[B, room, ...]`.
         positions: `i32[B, room]`, positions of the nodes.
         sees: `bool[B, W, room]`, the nodes of this buffer that are ancestors of a node of the next window; None before
             `seen_by`.
     """
 
     base: Any
-    nodes: tuple[Factors, ...]
+    nodes: tuple[Factors | ConvInputs, ...]
     positions: Array
     sees: Array | None = None
 

@@ -71,7 +71,7 @@ class Recurrent(Sized, DraftBase):
             state, y = along(state, x, window.live)
             return y, jax.tree.map(lambda a: a[:, None], state)
         if window.is_prefill:
-            return _along(step, state, x, window.live)
+            return stepped(step, state, x, window.live)
         wide = jax.tree.map(lambda a: jnp.broadcast_to(a[:, None], (a.shape[0], window.width, *a.shape[1:])), state)
         return _down(step, wide, x, _above(window.visible(), window.positions))
 
@@ -151,7 +151,7 @@ def _above(seen: Array, positions: Array) -> Array:
     return jnp.where(parent.any(-1), jnp.argmax(parent, -1), -1).astype(jnp.int32)
 
 
-def _along(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, PyTree]:
+def stepped(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, PyTree]:
     """Runs `step` over a chain and keeps only the state after its last live node, as an entry `[B, 1, ...]`."""
     def visit(state: PyTree, node: Any) -> tuple[PyTree, PyTree]:
         x, live = node

@@ -19,11 +19,13 @@ from decodax.models.families import (
     gpt,
     gpt_oss,
     hybrids,
+    lfm,
     llada,
     llama,
     mimo,
     mixtures,
     qwen,
+    state_spaces,
 )
 from decodax.models.families.flags import refuse_unread, unknown_entries
 from decodax.models.fields import checked
@@ -99,8 +101,9 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **hybrids.FAMILIES, **llada.FAMILIES,
-    **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **hybrids.FAMILIES, **lfm.FAMILIES,
+    **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 

@@ -46,9 +46,10 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
     "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
                                        and layer.latent.indexer.top == value for layer in d.layers),
-    "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value for layer in d.layers),
+    "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value
+                                         for layer in d.layers if layer.recurrent is None),
     "q_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.query_rank == value
-                                        for layer in d.layers),
+                                        for layer in d.layers if layer.recurrent is None),
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
     "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
     "num_kv_shared_layers": lambda d, value: sum(layer.reads is not None for layer in d.layers) == value,
@@ -73,7 +74,9 @@ HARMLESS = re.compile(
     r"(^_|drop|initializer|init_std|variance_scale|init_method|token_id$|token_index$|router_aux|output_|jitter|summary_|dtype|version"
     r"|architectures|auto_map|use_cache|is_decoder|is_encoder_decoder|return_dict|problem_type|id2label|label2id|chunk_size"
     r"|gradient_checkpointing|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|name_or_path|unsloth|task_specific"
-    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|coef_clip|quantization_config|attn_implementation)")
+    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|coef_clip|quantization_config|attn_implementation"
+    r"|mamba_kernels|mambapy|associative_scan|logits_to_keep|z_loss|prenorm_residual|shared_expert_overlap|^mtp_"
+    r"|time_step_(floor|min|max))")
 """Entries that do not change what a model computes, or that are read elsewhere."""
 
 

@@ -1,5 +1,5 @@
 """Decoders in which most layers have a gated delta rule (`decodax.models.recurrent.gated_delta`), and the others
-attention: Qwen3-Next, Qwen3.5, OLMo Hybrid."""
+attention: Qwen3-Next, Qwen3.5, OLMo Hybrid, and Kimi Linear, which has latent attention without a rope."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from decodax.models.config import DecoderConfig, Layer, NormConfig
 from decodax.models.families.qwen import sparse_layers
+from decodax.models.latent.shape import Latent
 from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts
 from decodax.models.recurrent.options import GatedDelta
 
@@ -65,6 +66,39 @@ def _olmo_hybrid(c: Json) -> DecoderConfig:
     return DecoderConfig(layers=tuple(attention if full else delta for full in kinds), **shape)
 
 
+def _kimi_linear(c: Json) -> DecoderConfig:
+    c = {"num_experts": 256, "num_experts_per_token": 8, "moe_intermediate_size": 1024, "rms_norm_eps": 1e-5,
+         "max_position_embeddings": c.get("model_max_length", 1 << 20), **c}
+    for key, value in {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1,
+                       "num_key_value_heads": c["num_attention_heads"], "hidden_act": "silu"}.items():
+        if c.get(key, value) != value:
+            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+    linear, count = c.get("linear_attn_config") or {}, c["num_hidden_layers"]
+    heads, width = linear.get("num_heads", c.get("linear_num_heads", 32)), linear.get(
+        "head_dim", c.get("linear_head_dim", 128))
+    delta = Layer(recurrent=GatedDelta(heads, heads, width, width, linear.get(
+        "short_conv_kernel_size", c.get("linear_conv_kernel_dim", 4)), eps=c["rms_norm_eps"], rank=width))
+    plain, shared = c.get("qk_nope_head_dim", 128), c.get("qk_rope_head_dim", 64)
+    attention = Layer(latent=Latent(c.get("kv_lora_rank", 512), c.get("v_head_dim", 128), c.get("q_lora_rank"),
+                                    plain=shared))
+    # Released files count layers from 1.
+    full = linear.get("full_attn_layers")
+    kinds = _kinds(c, lambda i: i > 0 and i % 4 == 0 if full is None else i + 1 in full)
+    mixtures, first = c.get("mlp_layer_types"), c.get("first_k_dense_replace", 1)
+    if mixtures is not None and len(mixtures) < count:
+        raise ValueError(f"mlp_layer_types: got {len(mixtures)} entries for num_hidden_layers = {count}")
+    experts = read_experts(
+        c["num_experts"], c["num_experts_per_token"], c["moe_intermediate_size"], c.get("moe_renormalize", True),
+        "num_experts_per_token", score="sigmoid", correction=True, groups=c.get("num_expert_group", 1),
+        kept_groups=c.get("topk_group", 1), scale=float(c.get("routed_scaling_factor", 2.446)),
+        shared=c["moe_intermediate_size"] * c.get("num_shared_experts", 1))
+    bias = c.get("attention_bias", False)
+    shape = read_shape(c, head_dim=plain + shared, qkv_bias=bias, out_bias=bias)
+    layers = tuple(attention if full else delta for full in kinds)
+    return DecoderConfig(layers=with_experts(layers, experts, lambda i: (
+        i >= first if mixtures is None else mixtures[i] == "sparse")), **shape)
+
+
 def _delta(c: Json) -> GatedDelta:
     """Returns the options of the gated delta rule."""
     if read_activation(c, "hidden_act", "silu") != "silu":
@@ -91,4 +125,5 @@ def _kinds(c: Json, full: Callable[[int], bool]) -> list[bool]:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "olmo_hybrid": _olmo_hybrid, "qwen3_5_moe_text": _qwen3_5_moe, "qwen3_5_text": _qwen3_5, "qwen3_next": _qwen3_next}
+    "kimi_linear": _kimi_linear, "olmo_hybrid": _olmo_hybrid, "qwen3_5_moe_text": _qwen3_5_moe,
+    "qwen3_5_text": _qwen3_5, "qwen3_next": _qwen3_next}

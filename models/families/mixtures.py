@@ -119,7 +119,7 @@ def _llama4(c: Json) -> DecoderConfig:
     for name, given in (("no_rope_layers", rotated), ("layer_types", kinds)):
         if len(given) < count:
             raise ValueError(f"{name}: got {len(given)} entries for num_hidden_layers = {count}")
-    if "sliding_attention" in kinds:
+    if not set(kinds) <= {"full_attention", "chunked_attention"}:
         raise ValueError(f"layer_types: got {kinds}, takes a list of 'full_attention' and 'chunked_attention'")
     growth = QueryScale(float(c.get("attn_scale", 0.1)), float(c.get("floor_scale", 8192)), 1)
     rope = read_rope(c, shape, interleaved=True)

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI, 2024) in its two forms.
 
-A token has one latent `c` (`f[rank]`, normalised) and one rotated key `r` (`f[rope.width]`), which all heads share.
+A token has one latent `c` (`f[rank]`, normalised) and one rotated key `r` (`f[rope.width]`), which all heads share; in
+Kimi Linear `r` is not rotated.
 Head `h` has the key `[c @ K_h, r]` and the value `c @ V_h`. The cache stores `[c, r]` for each token: 576 numbers in
 DeepSeek V3, where keys and values of its 128 heads would be 40,960.
 
@@ -41,8 +42,8 @@ class LatentAttention(nnx.Module):
     """Multi-head latent attention, with the call of `Attention`."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
-        assert layer.latent is not None and layer.rope is not None
-        self.c, self.layer, latent, turned = c, layer, layer.latent, layer.rope.width
+        assert layer.latent is not None
+        self.c, self.layer, latent, turned = c, layer, layer.latent, layer.latent.shared(layer.rope)
         norm = lambda width: Norm(NormConfig(eps=latent.eps), (width,), (None,))
         narrow, queries = latent.query_rank, c.heads * c.head_dim
         self.q = Linear(rngs, (c.width, queries), ("embed", "heads"), False) if narrow is None else None
@@ -96,9 +97,9 @@ class LatentAttention(nnx.Module):
         return self.layer.latent.rank
 
     def _turned(self, x: Array, tables: dict[Any, Any]) -> Array:
-        """Rotates the last `rope.width` entries."""
-        rope = self.layer.rope
-        assert rope is not None
+        """Rotates the last `rope.width` entries, if there is a rope."""
+        if (rope := self.layer.rope) is None:
+            return x
         plain, (cos, sin) = x.shape[-1] - rope.width, tables[rope]
         return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin, rope.interleaved)], -1)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from decodax.models.rope import Rope
+
 
 @dataclasses.dataclass(frozen=True)
 class Indexer:
@@ -34,7 +36,8 @@ class Latent:
     """Multi-head latent attention (MLA; "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
     Model", DeepSeek-AI, 2024). See `decodax.models.latent.attention`.
 
-    The width of a head's queries and keys is `DecoderConfig.head_dim`, and `Layer.rope.width` of it is rotated.
+    The width of a head's queries and keys is `DecoderConfig.head_dim`. A part of a key is the same for all heads: that
+    which is rotated, `Layer.rope.width`, or without a rope `plain`.
 
     Attributes:
         rank: number of channels of a token's latent, from which the keys and values of all heads are computed.
@@ -43,6 +46,7 @@ class Latent:
             from the residual stream.
         eps: added to the mean square in the norms of the latents.
         indexer: the choice of the tokens that a query attends to; None: all.
+        plain: number of channels of the key that all heads share in a layer without a rope (Kimi Linear); 0 with one.
     """
 
     rank: int
@@ -50,6 +54,7 @@ class Latent:
     query_rank: int | None = None
     eps: float = 1e-6
     indexer: Indexer | None = None
+    plain: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rank", "value_width", "query_rank"):
@@ -57,3 +62,9 @@ class Latent:
                 raise ValueError(f"{name}: got {size}, takes 1 or more")
         if self.indexer is not None and self.query_rank is None:
             raise ValueError("indexer: takes a query_rank, since it reads the latent of the queries")
+        if self.indexer is not None and self.plain:
+            raise ValueError("plain: got one with an indexer, which takes a rope")
+
+    def shared(self, rope: Rope | None) -> int:
+        """Returns the number of channels of the key that all heads share, in a layer with a rope or without."""
+        return self.plain if rope is None else rope.width

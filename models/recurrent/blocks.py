@@ -6,24 +6,46 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from decodax.cache import Recurrent
 from decodax.core.cache import Cache
 from decodax.models.config import DecoderConfig
-from decodax.models.recurrent.gated_delta import DeltaBlock, delta_states
-from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks, RgLru
-from decodax.models.recurrent.rg_lru import RecurrentBlock, rg_lru_states
+from decodax.models.recurrent import rg_lru, selective_scan
+from decodax.models.recurrent.gated_delta import DeltaBlock
+from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks, RgLru, SelectiveScan, ShortConv, Ssd
+from decodax.models.recurrent.rg_lru import RecurrentBlock
+from decodax.models.recurrent.selective_scan import SelectiveScanBlock
+from decodax.models.recurrent.short_conv import ShortConvBlock
+from decodax.models.recurrent.ssd import SsdBlock
+from decodax.models.recurrent.walks import linear_block_states
+
+Block = RecurrentBlock | DeltaBlock | ShortConvBlock | SsdBlock | SelectiveScanBlock
+"""The network of any of the blocks."""
 
 
-def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> RecurrentBlock | DeltaBlock:
+def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> Block:
     """Returns the network of a block."""
-    return RecurrentBlock(c, rule, rngs) if isinstance(rule, RgLru) else DeltaBlock(c, rule, rngs)
+    match rule:
+        case RgLru():
+            return RecurrentBlock(c, rule, rngs)
+        case ShortConv():
+            return ShortConvBlock(c, rule, rngs)
+        case Ssd():
+            return SsdBlock(c, rule, rngs)
+        case SelectiveScan():
+            return SelectiveScanBlock(c, rule, rngs)
+    return DeltaBlock(c, rule, rngs)
 
 
 def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike, inputs: Any) -> Cache:
     """Returns the empty states of a decoder's recurrent blocks; `inputs` are `Cache.inputs`."""
     rules = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
-    deltas = [rule for rule in rules if isinstance(rule, GatedDelta)]
-    if deltas:
-        return delta_states(deltas, batch, capacity, dtype, inputs)
-    return rg_lru_states([rule for rule in rules if isinstance(rule, RgLru)], batch, capacity, dtype, inputs)
+    linear = [rule for rule in rules if isinstance(rule, GatedDelta | ShortConv | Ssd)]
+    if linear:
+        return linear_block_states(linear, batch, capacity, dtype, inputs)
+    states = [rg_lru.empty(rule, batch, dtype) if isinstance(rule, RgLru) else
+              selective_scan.empty(rule.conv, rule.inner, rule.state, batch, dtype)
+              for rule in rules if isinstance(rule, RgLru | SelectiveScan)]
+    return Recurrent(states=tuple(states), length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs)

@@ -18,70 +18,17 @@ and trees, are computed by matrix products and one triangular system, and prompt
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.cache import LinearRecurrent
-from decodax.cache.recurrence import chained
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.recurrent.options import GatedDelta
-
-
-class Terms(NamedTuple):
-    """The inputs of the recurrence; see `LinearRecurrent.recur`."""
-
-    q: Array
-    k: Array
-    v: Array
-    decay: Array
-    rate: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaWalk:
-    """The recurrence of a layer over the nodes of a window, as the layer passes it to its cache.
-
-    Attributes:
-        rule: options of the block.
-        x: `f[B, W, C]`, inputs of the convolution.
-        terms: returns the inputs of the recurrence from those of the convolution, the farthest first, each `f[B, W,
-            C]`.
-    """
-
-    rule: GatedDelta
-    x: Array
-    terms: Callable[[list[Array]], Terms]
-
-    def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
-        """Returns the outputs `f32[B, W, H, P]` and the entry of a layer, by its number in the cache."""
-        past = cache.before(layer, self.x, window)
-        q, k, v, decay, rate = self.terms([*(past[:, :, i] for i in range(past.shape[2])), self.x])
-        return cache.recur(layer, q, k, v, decay, self.x, window, chunk=self.rule.chunk or 64, rate=rate)
-
-    def over_text(self) -> Array:
-        """Returns the outputs for whole texts, without a cache."""
-        B, T, _ = self.x.shape
-        rule, whole = self.rule, jnp.pad(self.x, ((0, 0), (self.rule.conv - 1, 0), (0, 0)))
-        q, k, v, decay, rate = self.terms([whole[:, i:i + T] for i in range(rule.conv)])
-        state = jnp.zeros((B, rule.value_heads, rule.key_dim, rule.value_dim), jnp.float32)
-        return chained(state, q, k, v, decay, jnp.ones((B, T), bool), rule.chunk or 64, rate)[0]
-
-
-def delta_states(rules: list[GatedDelta], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: Any) -> LinearRecurrent:
-    """Returns the empty states of layers with a gated delta rule; `inputs` are `Cache.inputs`."""
-    return LinearRecurrent(
-        rings=tuple(jnp.zeros((batch, r.conv - 1, 2 * r.key_heads * r.key_dim + r.value_heads * r.value_dim), dtype)
-                    for r in rules),
-        states=tuple(jnp.zeros((batch, r.value_heads, r.key_dim, r.value_dim), jnp.float32) for r in rules),
-        length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs)
+from decodax.models.recurrent.walks import LinearWalk, Terms
 
 
 class DeltaBlock(nnx.Module):
@@ -102,7 +49,8 @@ class DeltaBlock(nnx.Module):
             self.in_a, self.in_z = into(decays), into(values)
         self.q_taps, self.k_taps, self.v_taps = (weight(rngs, (rule.conv, 1, size), (None, None, axis))
                                                  for size in (keys, keys, values))
-        self.A_log = nnx.Param(jnp.log(jnp.linspace(1.0, 16.0, heads)), axes=(axis,))
+        speeds = jnp.log(jnp.linspace(1.0, 16.0, heads))
+        self.A_log = nnx.Param(speeds[:, None], axes=(axis, None)) if rule.rank else nnx.Param(speeds, axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones(decays), axes=(axis,))
         self.y_norm = Norm(NormConfig(eps=rule.eps), (rule.value_dim,), (None,))
         self.out = Linear(rngs, (values, c.width), (axis, "embed"), False, STD / (2 * len(c.layers)) ** 0.5)
@@ -112,12 +60,12 @@ class DeltaBlock(nnx.Module):
         steps = jax.nn.softplus(self.in_a(low_a).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
         speed = jnp.exp(self.A_log[...].astype(jnp.float32))
         if self.rule.rank:
-            steps, speed = steps.reshape(*x.shape[:2], self.rule.value_heads, -1), speed[:, None]
+            steps = steps.reshape(*x.shape[:2], self.rule.value_heads, -1)
         decay, rate = -speed * steps, self.rule.rate * jax.nn.sigmoid(self.in_b(x).astype(jnp.float32))
         # One array whose axis of heads comes first, so that a mesh divides it by heads.
         groups = [self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)]
         into = jnp.concatenate(groups, -1).reshape(*x.shape[:2], -1)
-        walk = DeltaWalk(self.rule, into, lambda before: Terms(*self._convolved(before), decay, rate))
+        walk = LinearWalk(self.rule, into, lambda before: Terms(*self._convolved(before), decay, rate))
         y, entry = attend(index, None, None, None, walk=walk)
         gate = jax.nn.sigmoid if self.rule.rank else jax.nn.silu
         y = self.y_norm(y).astype(x.dtype) * gate(self.in_z(low_z).reshape(y.shape).astype(jnp.float32))

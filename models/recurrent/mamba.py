@@ -28,6 +28,7 @@ from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.packed import multiply
+from decodax.models.recurrent.selective_scan import empty, selective_step
 from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, stacked
 from decodax.models.transformer import Weights
 from decodax.models.weight_source import WeightSource, kernel, plain
@@ -86,10 +87,8 @@ class Mamba(StateSpace):
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         no_inputs(self, inputs)
         c = self.config
-        empty = lambda: {"ring": jnp.zeros((batch, c.conv - 1, c.inner), self.dtype),
-                         "state": jnp.zeros((batch, c.inner, c.state), jnp.float32)}
-        return Recurrent(states=tuple(empty() for _ in range(c.layers)), length=jnp.zeros(batch, jnp.int32),
-                         size=capacity)
+        states = tuple(empty(c.conv, c.inner, c.state, batch, self.dtype) for _ in range(c.layers))
+        return Recurrent(states=states, length=jnp.zeros(batch, jnp.int32), size=capacity)
 
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
         c = self.config
@@ -97,16 +96,13 @@ class Mamba(StateSpace):
         A, D, taps = -jnp.exp(wide(p["A_log"])), wide(p["D"]), wide(p["conv"]["taps"])[:, 0]
         into, z = jnp.split(biased(multiply(x, p["in"]["kernel"]), p["in"]), 2, -1)
 
-        def step(own: dict[str, Array], node: Array) -> tuple[dict[str, Array], Array]:
-            whole = jnp.concatenate([own["ring"], node[:, None]], 1)                        # [B, conv, inner]
-            u = (wide(whole) * taps).sum(1) + (wide(p["conv"]["bias"]) if c.conv_bias else 0)
-            u = jax.nn.silu(u).astype(x.dtype)
-            low, B, C = jnp.split(multiply(u, p["x"]["kernel"]), [c.rank, c.rank + c.state], -1)
-            dt = jax.nn.softplus(wide(biased(multiply(low, p["dt"]["kernel"]), p["dt"])))   # [B, inner]
-            state = own["state"] * jnp.exp(dt[..., None] * A) + (dt * wide(u))[..., None] * wide(B)[:, None]
-            y = (state * wide(C)[:, None]).sum(-1) + D * wide(u)
-            return {"ring": whole[:, 1:], "state": state}, y
+        bias = wide(p["conv"]["bias"]) if c.conv_bias else 0.0
 
+        def projected(u: Array) -> tuple[Array, Array, Array]:
+            low, B, C = jnp.split(multiply(u, p["x"]["kernel"]), [c.rank, c.rank + c.state], -1)
+            return biased(multiply(low, p["dt"]["kernel"]), p["dt"]), B, C
+
+        step = lambda own, node: selective_step(own, node, taps, bias, projected, A, D)
         y, entry = cache.walk(layer, step, into, window)
         y = (y * jax.nn.silu(wide(z))).astype(x.dtype)
         return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry

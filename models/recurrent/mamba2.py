@@ -17,10 +17,9 @@ The layouts of Hugging Face (`Mamba2ForCausalLM`) and of state-spaces/mamba are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -29,7 +28,8 @@ from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.packed import multiply
-from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, norm, stacked
+from decodax.models.recurrent.ssd import Change, convolved, gated, same, steps
+from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, stacked
 from decodax.models.transformer import Weights
 from decodax.models.weight_source import WeightSource, plain
 
@@ -126,15 +126,8 @@ class Mamba2(StateSpace):
         return first_steps(self.config.heads) if name == "dt_bias" else None
 
 
-Change = Callable[[Array], Array]
-
-
-def _same(x: Array) -> Array:
-    return x
-
-
-def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any, conv: Change = _same,
-          out: Change = _same) -> tuple[Array, Any]:
+def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any, conv: Change = same,
+          out: Change = same) -> tuple[Array, Any]:
     """Computes a layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry.
 
     Args:
@@ -162,42 +155,6 @@ def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Arra
     """Returns the gate `[B, W, inner]`, the convolution's input `[B, W, channels]` and time steps `[B, W, H]`."""
     y = biased(multiply(x, p["in"]["kernel"]), p["in"])
     return y[..., :c.inner], y[..., c.inner:c.inner + c.channels], y[..., c.inner + c.channels:]
-
-
-def convolved(c: Mamba2Config, p: Weights, taps: Array, change: Change = _same) -> tuple[Array, Array, Array]:
-    """Applies the convolution. Returns `x`, `[B, W, inner]`, and `B` and `C`, `[B, W, G, N]`.
-
-    Args:
-        c: the configuration.
-        p: the layer's weights.
-        taps: `[B, W, conv, channels]`, the inputs of each node's convolution, its own last.
-        change: changes the convolution's outputs, see `mixed`.
-    """
-    y = (taps.astype(jnp.float32) * p["conv"]["taps"][:, 0].astype(jnp.float32)).sum(2)
-    y = y + p["conv"]["bias"].astype(jnp.float32) if c.conv_bias else y
-    return divided(c, change(jax.nn.silu(y).astype(taps.dtype)))
-
-
-def divided(c: Mamba2Config, y: Array) -> tuple[Array, Array, Array]:
-    """Splits the convolution's channels into `x`, `B` and `C`."""
-    group = lambda a: a.reshape(*a.shape[:2], c.groups, c.state)
-    middle = c.inner + c.groups * c.state
-    return y[..., :c.inner], group(y[..., c.inner:middle]), group(y[..., middle:])
-
-
-def steps(c: Mamba2Config, p: Weights, dt: Array) -> tuple[Array, Array]:
-    """Returns time steps and decays `dt A`, `f32[B, W, H]`."""
-    dt = jax.nn.softplus(dt.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
-    dt = jnp.clip(dt, *c.steps)
-    return dt, -jnp.exp(p["A_log"].astype(jnp.float32)) * dt
-
-
-def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
-    """Returns the gated norm, `f32[B, W, inner]`: multiplies by the gate, then divides each group by its root mean
-    square."""
-    y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-    each = y.reshape(*y.shape[:2], c.groups, -1)
-    return norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
 
 
 def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightSource]:

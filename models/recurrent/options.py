@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,135 @@ class GatedDelta:
         if not 0 < self.rate <= 2:
             raise ValueError(f"rate: got {self.rate}, takes a number above 0 and at most 2")
 
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-RecurrentBlocks = RgLru | GatedDelta
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of the state of a row."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConv:
+    """Options of the gated short convolution of LFM2. See `decodax.models.recurrent.short_conv`.
+
+    Attributes:
+        channels: number of channels `C`.
+        conv: width `K` of the convolution.
+        bias: True adds biases to the projections and to the convolution.
+    """
+
+    channels: int
+    conv: int = 3
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "conv"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+
+    @property
+    def state_shape(self) -> None:
+        """None: beside the latest inputs of the convolution there is no state."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssd:
+    """Options of the state-space block of Mamba-2. See `decodax.models.recurrent.ssd`.
+
+    Attributes:
+        heads: number of heads `H`.
+        head_dim: number of channels `P` of a head.
+        groups: number of groups `G`, a divisor of `heads`.
+        state: number of states `N`.
+        conv: width `K` of the convolution.
+        chunk: number of prompt nodes that are computed at a time.
+        eps: added to the variance in the norm of the outputs.
+        bias: True adds biases to the projections.
+        conv_bias: True adds a bias to the convolution.
+        steps: minimum and maximum of the time step `dt`.
+        norm: the norm of the outputs comes after the gate ("gate first") or before it ("norm first"); None: no norm.
+        factors: factors of the parts of the first projection: gate, `x`, `B`, `C` and `dt`.
+        out_factor: factor of the block's outputs.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int = 1
+    state: int = 128
+    conv: int = 4
+    chunk: int = 256
+    eps: float = 1e-5
+    bias: bool = False
+    conv_bias: bool = True
+    steps: tuple[float, float] = (0.0, float("inf"))
+    norm: Literal["gate first", "norm first"] | None = "gate first"
+    factors: tuple[float, ...] = (1.0,) * 5
+    out_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "groups", "state", "conv", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if self.heads % self.groups:
+            raise ValueError(f"groups: got {self.groups}, takes a divisor of heads = {self.heads}")
+        if not 0 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps: got {self.steps}, takes two numbers from 0, the smaller one first")
+        if len(self.factors) != 5:
+            raise ValueError(f"factors: got {self.factors}, takes five numbers")
+
+    @property
+    def inner(self) -> int:
+        """Number of channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: `x`, `B` and `C`."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of channels of the parts of the first projection."""
+        return self.inner, self.inner, *(self.groups * self.state,) * 2, self.heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of the state of a row."""
+        return self.heads, self.state, self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectiveScan:
+    """Options of the selective scan of Mamba's first version. See `decodax.models.recurrent.selective_scan`.
+
+    Attributes:
+        inner: number of channels.
+        rank: rank of the projection of time steps.
+        state: number of states `N` of a channel.
+        conv: width `K` of the convolution.
+        bias: True adds biases to the first and the last projection.
+        conv_bias: True adds a bias to the convolution.
+        eps: added to the variance in norms of `dt`, `B` and `C`; None: no norms.
+    """
+
+    inner: int
+    rank: int
+    state: int = 16
+    conv: int = 4
+    bias: bool = False
+    conv_bias: bool = True
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("inner", "rank", "state", "conv"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+
+
+RecurrentBlocks = RgLru | GatedDelta | ShortConv | Ssd | SelectiveScan
 """Options of any of the blocks."""

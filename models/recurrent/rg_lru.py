@@ -12,52 +12,26 @@ cache keeps the state after each node of a window (`decodax.cache.Recurrent`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.cache import Recurrent
 from decodax.models.config import DecoderConfig
 from decodax.models.layers import ACTIVATIONS, STD, Linear, weight
 from decodax.models.recurrent.options import RgLru
+from decodax.models.recurrent.walks import StepWalk
 
 State = dict[str, Array]
 """`h`, `f32[B, C]`, and `ring`, `f[B, K - 1, C]`."""
-
-
-class Recurrence(NamedTuple):
-    """A recurrence over the nodes of a window, as a layer passes it to its cache; see `Recurrent.walk`."""
-
-    rule: RgLru
-    step: Callable[[State, Any], tuple[State, Array]]
-    x: Any
-    along: Callable[[State, Any, Array], tuple[State, Array]]
-
-    def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
-        """Returns the outputs `f[B, W, C]` and the entry of a layer, by its number in the cache."""
-        return cache.walk(layer, self.step, self.x, window, self.along)
-
-    def over_text(self) -> Array:
-        """Returns the outputs for whole texts, without a cache."""
-        x = self.x[0]
-        return self.along(empty(self.rule, x.shape[0], x.dtype), self.x, jnp.ones(x.shape[:2], bool))[1]
 
 
 def empty(rule: RgLru, batch: int, dtype: jax.typing.DTypeLike) -> State:
     """Returns the state before a text."""
     return {"h": jnp.zeros((batch, rule.width), jnp.float32),
             "ring": jnp.zeros((batch, rule.conv - 1, rule.width), dtype)}
-
-
-def rg_lru_states(rules: list[RgLru], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                  inputs: Any) -> Recurrent:
-    """Returns the empty states of layers with this block; `inputs` are `Cache.inputs`."""
-    return Recurrent(states=tuple(empty(rule, batch, dtype) for rule in rules), length=jnp.zeros(batch, jnp.int32),
-                     size=capacity, given=inputs)
 
 
 class RecurrentBlock(nnx.Module):
@@ -75,7 +49,7 @@ class RecurrentBlock(nnx.Module):
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         y = ACTIVATIONS[self.activation](self.y(x))
-        walk = Recurrence(self.rule, self._step, (self.x(x), tables[None] == 0), self._along)
+        walk = StepWalk(self._step, (self.x(x), tables[None] == 0), empty(self.rule, x.shape[0], x.dtype), self._along)
         h, entry = attend(index, None, None, None, walk=walk)
         return self.out(h.astype(x.dtype) * y), entry
 

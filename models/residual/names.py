@@ -29,7 +29,7 @@ GEMMA3N: dict[str, Any] = {
     "layer": {**GEMMA, **{f"streams.{ours}": f"altup.{theirs}" for ours, theirs in (
                   ("router", "modality_router"), ("router_norm", "router_norm"), ("predict", "prediction_coefs"),
                   ("correct", "correction_coefs"))},
-              **{f"beside.{ours}": f"laurel.{theirs}" for ours, theirs in (
+              **{f"low_rank.{ours}": f"laurel.{theirs}" for ours, theirs in (
                   ("narrow", "linear_left"), ("widen", "linear_right"), ("norm", "post_laurel_norm"))}},
     "extra": {"streams.scale": "altup.correct_output_scale"},
     "outside": {**OUTSIDE, **{f"streams.{ours}.{i}.kernel": f"{theirs}.{i}.weight"

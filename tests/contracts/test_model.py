@@ -47,7 +47,7 @@ from decodax.models import (
     yoco,
 )
 from decodax.models.latent.shape import Indexer, Latent
-from decodax.models.recurrent.options import GatedDelta, RgLru
+from decodax.models.recurrent.options import GatedDelta, RgLru, SelectiveScan, ShortConv, Ssd
 from decodax.models.residual.options import LayerInputs
 from decodax.models.rope import Proportional
 from tests.caches.small import PROMPTS
@@ -94,6 +94,16 @@ MODELS: dict[str, Callable[[], Any]] = {
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
     "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),
+    "short convolution": lambda: Transformer(dataclasses.replace(BASE, layers=(
+        Layer(recurrent=ShortConv(16)), BASE.layers[1], Layer(recurrent=ShortConv(16, 4, bias=True))))),
+    "state-space halves": lambda: Transformer(dataclasses.replace(BASE, gated=False, activation="relu2", layers=(
+        Layer(recurrent=Ssd(4, 8, 2, 6, chunk=8), half="attention"), Layer(half="mlp"), Layer(half="attention"),
+        Layer(half="mlp", experts=Experts(count=6, chosen=2, width=12, shared=10, latent=8))))),
+    "state space beside attention": lambda: Transformer(dataclasses.replace(
+        BASE, gate_scale=0.8, mlp_scale=0.7, layers=(dataclasses.replace(BASE.layers[0], beside=True, recurrent=Ssd(
+            4, 8, 1, 6, chunk=8, norm=None, factors=(0.5, 0.6, 0.7, 0.8, 0.9), out_factor=0.5)),) * 2)),
+    "selective scan": lambda: Transformer(dataclasses.replace(BASE, layers=(
+        Layer(recurrent=SelectiveScan(32, 3, 6, eps=1e-5)), Layer(), BASE.layers[2]))),
     "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
     "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
     "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),

@@ -1,11 +1,12 @@
 """Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -30,6 +31,20 @@ SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 2
           "shared_expert_intermediate_size": 20}
 GEMMA4 = {**SMALL_WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4, "layer_types": [
     "sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 2.0}
+KIMI = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+        "num_hidden_layers": 3, "linear_head_dim": 6, "linear_num_heads": 2, "moe_intermediate_size": 24,
+        "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+NEMOTRON = {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
+            "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": None,
+            "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.7}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "logits_scaling": 2.0,
+             "layer_types": ["linear_attention", "full_attention", "linear_attention"], "residual_multiplier": 0.4,
+             "attention_multiplier": 0.2, "shared_intermediate_size": 20, "intermediate_size": 24}
+FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
+             "embedding_multiplier": 3.0, "mlp_multipliers": [0.9, 0.6], "attention_out_multiplier": 0.8,
+             "attention_in_multiplier": 1.2, "ssm_multipliers": [0.4, 0.6, 0.7, 0.5, 0.9], "ssm_in_multiplier": 1.3,
+             "ssm_out_multiplier": 0.7}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -192,6 +207,37 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                                "tie_word_embeddings": False}, None),
     "olmo-hybrid-rope": ("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": False,
                                          **rope("default")}, None),
+    "kimi-linear": ("kimi_linear", {**KIMI, "num_experts": 4, "num_expert_group": 2, "topk_group": 2}, None),
+    "kimi-linear-query": ("kimi_linear", {**KIMI, "q_lora_rank": 12, "num_experts": 4, "mlp_layer_types": [
+        "sparse", "dense", "dense"]}, None),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
+                      "block_multiple_of": 12}, None),
+    "lfm2-bias": ("lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
+                           "block_auto_adjust_ff_dim": False}, None),
+    "lfm2-moe": ("lfm2_moe", {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3,
+                              "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
+                              "moe_intermediate_size": 24, "routed_scaling_factor": 1.7}, None),
+    "nemotron-h": ("nemotron_h", {**NEMOTRON, "layers_block_type": [
+        "linear_attention", "moe", "full_attention", "linear_attention", "moe"]}, None),
+    "nemotron-h-dense": ("nemotron_h", {
+        **NEMOTRON, "use_bias": True, "mlp_bias": True, "routed_scaling_factor": 1.0,
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"]}, None),
+    "nemotron-h-latent": ("nemotron_h", {**NEMOTRON, "moe_latent_size": 12, "n_group": 2, "layers_block_type": [
+        "moe", "full_attention", "linear_attention"]}, None),
+    "granite-h": ("granitemoehybrid", {**GRANITE_H, "num_local_experts": 4}, None),
+    "granite-h-micro": ("granitemoehybrid", {**GRANITE_H, "num_local_experts": 0, "mamba_n_groups": 2,
+                                             "tie_word_embeddings": True}, None),
+    "granite-4-micro": ("granitemoehybrid", {**GRANITE_H, "num_local_experts": 0, "position_embedding_type": "rope",
+                                             "layer_types": ["full_attention"] * 3}, None),
+    "bamba": ("bamba", {**MAMBA2, "num_hidden_layers": 2, "attn_layer_indices": [1]}, None),
+    "falcon-h1": ("falcon_h1", {**MAMBA2, **FALCON_H1}, None),
+    "falcon-h1-norm": ("falcon_h1", {**MAMBA2, **FALCON_H1, "mamba_rms_norm": True, "mamba_n_groups": 2}, None),
+    "falcon-h1-gate-first": ("falcon_h1", {**MAMBA2, **FALCON_H1, "mamba_rms_norm": True,
+                                           "mamba_norm_before_gate": False, "num_hidden_layers": 1}, None),
+    "jamba": ("jamba", {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
+                        "mamba_d_state": 6, "mamba_dt_rank": 3}, None),
+    "jamba-dense": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_state": 4,
+                              "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}, None),
 }
 
 
@@ -202,7 +248,10 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4
 ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
          "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
-         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified"}
+         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified",
+         "kimi-linear-query", "lfm2-bias", "lfm2-moe",
+         "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm",
+         "falcon-h1-gate-first", "jamba-dense"}
 """Cases that differ little from another one."""
 
 
@@ -223,7 +272,7 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
             # wide enough that a wrong norm, scale or window shows in the logits
             weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
         for name, buffer in model.named_buffers():
-            if "correction" in name or "layer_scalar" in name:
+            if any(part in name for part in ("correction", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + ("layer_scalar" in name))
     return model
 
@@ -233,6 +282,11 @@ def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrained
     model.save_pretrained(directory, **options)
     if model.config.model_type == "olmo_hybrid":
         save_file(released(model), directory / "model.safetensors", {"format": "pt"})
+    if model.config.model_type == "kimi_linear":
+        # transformers 5.24 also gives dense MLPs the name that released files have for mixtures
+        file = directory / "model.safetensors"
+        tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): x for name, x in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
     return model
 
 

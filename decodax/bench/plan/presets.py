@@ -51,6 +51,9 @@ _GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 30.0}
 _GEMMA4_LARGE = {**_GEMMA4, "sliding_window": 1024, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
                  "max_position_embeddings": 262_144}
+_LFM2 = {"vocab_size": 65_536, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128_000,
+         "tie_word_embeddings": True}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -162,6 +165,46 @@ PRESETS: dict[str, dict[str, Any]] = {
                      "attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "hidden_act": "silu",
                      "rms_norm_eps": 1e-6, "rope_theta": 1e7, "max_position_embeddings": 524_288,
                      "tie_word_embeddings": False},
+    "lfm2-1.2b": {**_LFM2, "model_type": "lfm2", "block_ff_dim": 12_288, "num_hidden_layers": 16,
+                  "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "lfm2-8b-a1b": {**_LFM2, "model_type": "lfm2_moe", "intermediate_size": 7168, "moe_intermediate_size": 1792,
+                    "num_hidden_layers": 24, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+                    "use_expert_bias": True, "norm_topk_prob": True,
+                    "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+    "nemotron-3-nano-30b-a3b": {
+        "model_type": "nemotron_h", "vocab_size": 131_072, "hidden_size": 2688, "intermediate_size": 1856,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_attention_heads": 32,
+        "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+        "n_groups": 8, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "max_position_embeddings": 262_144, "tie_word_embeddings": False},
+    "granite-4.0-h-tiny": {
+        "model_type": "granitemoehybrid", "vocab_size": 100_352, "hidden_size": 1536, "intermediate_size": 512,
+        "shared_intermediate_size": 1024, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "num_local_experts": 64, "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64,
+        "mamba_d_state": 128, "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+        "position_embedding_type": "nope", "embedding_multiplier": 12, "attention_multiplier": 0.0078125,
+        "logits_scaling": 6, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True},
+    "falcon-h1-0.5b": {
+        "model_type": "falcon_h1", "vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+        "mamba_rms_norm": False, "rms_norm_eps": 1e-5, "rope_theta": 1e11, "max_position_embeddings": 16_384,
+        "tie_word_embeddings": False},
+    "jamba-v0.1": {
+        "model_type": "jamba", "vocab_size": 65_536, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 16,
+        "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144,
+        "tie_word_embeddings": False},
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear", "vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256,
+        "num_experts_per_token": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "model_max_length": 1_048_576, "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128,
+            "short_conv_kernel_size": 4}, "tie_word_embeddings": False},
     "llada-8b": {"model_type": "llada", "vocab_size": 126_464, "embedding_size": 126_464, "d_model": 4096,
                  "mlp_hidden_size": 12_288, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "rope_theta": 500_000.0,
                  "max_sequence_length": 4096, "rms_norm_eps": 1e-5, "weight_tying": False, "activation_type": "silu",

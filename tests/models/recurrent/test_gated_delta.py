@@ -217,7 +217,7 @@ def test_the_block_of_kimi_linear_is_that_of_transformers() -> None:
         getattr(block, ours).kernel.set_value(jnp.asarray(w[f"{name}.weight"].T))
     for ours, taps in zip(("q_taps", "k_taps", "v_taps"), np.split(w["conv1d.weight"].T, 3, -1), strict=True):
         getattr(block, ours).set_value(jnp.asarray(taps))
-    block.A_log.set_value(jnp.asarray(w["forget_gate.A_log"].reshape(-1)))
+    block.A_log.set_value(jnp.asarray(w["forget_gate.A_log"].reshape(-1, 1)))
     block.dt_bias.set_value(jnp.asarray(w["forget_gate.dt_bias"].reshape(-1)))
     block.y_norm.scale.set_value(jnp.asarray(w["o_norm.weight"]))
     x = np.random.default_rng(0).normal(size=(2, 19, 16)).astype(np.float32)

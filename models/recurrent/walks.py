@@ -1,0 +1,133 @@
+"""Recurrences over the nodes of a window, as layers pass them to their caches, and the states before a text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import ConvInputs, LinearRecurrent
+from decodax.cache.recurrence import chained
+from decodax.cache.recurrent import Along, Step, stepped
+from decodax.models.recurrent.options import GatedDelta, ShortConv, Ssd
+
+
+class Terms(NamedTuple):
+    """The inputs of a linear recurrence, see `LinearRecurrent.recur`, and an addition to its outputs, `f32[B, W, H,
+    P]`."""
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Array
+    rate: Array | None = None
+    skip: Array | None = None
+
+    def skipped(self, y: Array) -> Array:
+        return y if self.skip is None else y + self.skip
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearWalk:
+    """A short convolution and the linear recurrence after it.
+
+    Attributes:
+        rule: options of the block.
+        x: `f[B, W, C]`, inputs of the convolution.
+        terms: returns the inputs of the recurrence from those of the convolution, the farthest first, each `f[B, W,
+            C]`.
+    """
+
+    rule: GatedDelta | Ssd
+    x: Array
+    terms: Callable[[list[Array]], Terms]
+
+    def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
+        """Returns the outputs `f32[B, W, H, P]` and the entry of a layer, by its number in the cache."""
+        terms = self.terms(_before(cache, layer, self.x, window))
+        y, entry = cache.recur(layer, terms.q, terms.k, terms.v, terms.decay, self.x, window,
+                               chunk=self.rule.chunk or 64, rate=terms.rate)
+        return terms.skipped(y), entry
+
+    def over_text(self) -> Array:
+        """Returns the outputs for whole texts, without a cache."""
+        B, T, _ = self.x.shape
+        terms, state = self.terms(_shifted(self.x, self.rule.conv)), jnp.zeros((B, *self.rule.state_shape), jnp.float32)
+        y, _ = chained(state, terms.q, terms.k, terms.v, terms.decay, jnp.ones((B, T), bool), self.rule.chunk or 64,
+                       terms.rate)
+        return terms.skipped(y)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvWalk:
+    """A short convolution without a recurrence.
+
+    Attributes:
+        rule: options of the block.
+        x: `f[B, W, C]`, inputs of the convolution.
+        convolve: returns the outputs from the inputs, the farthest first, each `f[B, W, C]`.
+    """
+
+    rule: ShortConv
+    x: Array
+    convolve: Callable[[list[Array]], Array]
+
+    def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
+        """Returns the outputs `f[B, W, C]` and the entry of a layer, by its number in the cache."""
+        return self.convolve(_before(cache, layer, self.x, window)), ConvInputs(inputs=self.x)
+
+    def over_text(self) -> Array:
+        """Returns the outputs for whole texts, without a cache."""
+        return self.convolve(_shifted(self.x, self.rule.conv))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWalk:
+    """A recurrence whose state is kept for each node; see `Recurrent.walk`.
+
+    Attributes:
+        step, x, along: arguments of `Recurrent.walk`.
+        empty: the state before a text.
+    """
+
+    step: Step
+    x: Any
+    empty: Any
+    along: Along | None = None
+
+    def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
+        """Returns the outputs and the entry of a layer, by its number in the cache."""
+        return cache.walk(layer, self.step, self.x, window, self.along)
+
+    def over_text(self) -> Array:
+        """Returns the outputs for whole texts, without a cache."""
+        live = jnp.ones(jax.tree.leaves(self.x)[0].shape[:2], bool)
+        if self.along is not None:
+            return self.along(self.empty, self.x, live)[1]
+        return stepped(self.step, self.empty, self.x, live)[0]
+
+
+def _before(cache: Any, layer: int, x: Array, window: Any) -> list[Array]:
+    """Returns the convolution's inputs at the nearest ancestors of each node, the farthest first, and at the node."""
+    past = cache.before(layer, x, window)
+    return [*(past[:, :, i] for i in range(past.shape[2])), x]
+
+
+def _shifted(x: Array, conv: int) -> list[Array]:
+    """Returns the same for whole texts, before which there are zeros."""
+    whole = jnp.pad(x, ((0, 0), (conv - 1, 0), (0, 0)))
+    return [whole[:, i:i + x.shape[1]] for i in range(conv)]
+
+
+def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd], batch: int, capacity: int,
+                        dtype: jax.typing.DTypeLike, inputs: Any) -> LinearRecurrent:
+    """Returns the empty states of layers with a convolution and a linear recurrence, or a convolution alone; `inputs`
+    are `Cache.inputs`."""
+    return LinearRecurrent(
+        rings=tuple(jnp.zeros((batch, r.conv - 1, r.channels), dtype) for r in rules),
+        states=tuple(None if r.state_shape is None else jnp.zeros((batch, *r.state_shape), jnp.float32) for r in rules),
+        length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs)
