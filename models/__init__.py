@@ -2,7 +2,8 @@
 RWKV-7 and RWKV-X."""
 
 from decodax.models.arc_encoder import ArcEncoder
-from decodax.models.config import DecoderConfig, Layer, NormConfig, llama
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig, llama
 from decodax.models.cross_layer import cla, diffqkv, echo_att, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.models.config import DecoderConfig, Layer, NormConfig
-from decodax.models.decoder import DecoderLayer
+from decodax.models.blocks.layer import DecoderLayer
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.layers import weight
 from decodax.models.packed import Packed
 from decodax.models.rope import Rope

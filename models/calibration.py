@@ -20,9 +20,10 @@ from jax import Array
 
 from decodax.common.struct import static, struct
 from decodax.models.diffusion import Diffusion
-from decodax.models.names import flatten, kernel_of
+from decodax.models.names import flatten
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer, Weights
+from decodax.models.weight_source import kernel_of
 
 
 class Statistic(abc.ABC):

@@ -29,7 +29,7 @@ from decodax.cache.paged import PagedCache
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache
 from decodax.core.window import Window, take
-from decodax.models.config import Layer
+from decodax.models.blocks.options import Layer
 from decodax.models.inputs import Embeddings
 from decodax.models.rope import Rope
 
@@ -301,3 +301,18 @@ def _axes(sections: Sequence[int], rope: Rope, adjacent: bool) -> tuple[int, ...
         for i in range(axis, min(3 * sections[axis], half), 3):
             found[i] = axis
     return tuple(found)
+
+
+def images_of(cache: Cache) -> Images | None:
+    """Returns the images in the rows of a cache, or None."""
+    return cache.inputs if isinstance(cache.inputs, Images) else None
+
+
+def no_images(cache: Cache) -> None:
+    """Refuses rows with images where layers run one by one.
+
+    Raises:
+        ValueError: the rows of the cache have images.
+    """
+    if images_of(cache) is not None:
+        raise ValueError("inputs: got Images, with which layers cannot run one by one; takes none, or another method")

@@ -107,3 +107,8 @@ def kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
     if keep.shape[0] == 1:
         return y
     return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b), y, zeros)
+
+
+def optional(norm: Norm | None, x: Array) -> Array:
+    """Returns `norm(x)`, or `x` without a norm."""
+    return x if norm is None else norm(x)

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from decodax.cache import LinearRule
-from decodax.models.config import DecoderConfig, Layer
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig
 
 Weights = dict[str, Any]
 

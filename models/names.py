@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-from jax import Array
 
 from decodax.models.config import DecoderConfig
 from decodax.models.hybrid_names import NAMES
@@ -375,11 +374,6 @@ def as_stored(where: Mapping[str, WeightSource], shape: Callable[[str], tuple[in
         return dict(where)
     return {path: source if not source.leading else dataclasses.replace(
         source, transpose=not source.transpose, full=exchanged(source.full)) for path, source in where.items()}
-
-
-def kernel_of(path: str, weight: Array) -> Array:
-    """Returns a weight as a kernel `f[..., K, N]`; an embedding table is transposed."""
-    return weight.T if path == "embed" else weight
 
 
 def flatten(tree: Weights) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decodax.models.config import Activation, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import Activation, NormConfig
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Scaling, Yarn, mscale
 from decodax.models.routing import Experts
 

@@ -26,9 +26,11 @@ from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window
+from decodax.models.blocks.attention import Attend
+from decodax.models.blocks.layer import Keep
 from decodax.models.config import DecoderConfig
-from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.images import Images, check_cache, with_axes
+from decodax.models.decoder import Decoder
+from decodax.models.images import Images, check_cache, images_of, no_images, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
@@ -165,7 +167,7 @@ class Transformer(LayeredModel):
         """
         c, begun, packing = self.config, window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
-        network, images = _network(self.config, params, self.dtype), _images(cache)
+        network, images = _network(self.config, params, self.dtype), images_of(cache)
         window = window if images is None else images.seen(window)
         x, inputs = _embedded(network, window, cache)
         first = layers_read(cache) if window.is_prefill else None
@@ -197,13 +199,12 @@ class Transformer(LayeredModel):
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()
-        _no_images(cache)
+        no_images(cache)
         network = _network(self.config, _chosen(params, cache)[0], self.dtype)
         x, inputs = _embedded(network, window, cache)
         tables = network.tables(window.positions, self.context, inputs)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-        run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
-        return x, run
+        return x, lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
 
     def _apart(self) -> None:
         if self.config.shared:
@@ -338,7 +339,7 @@ class Pieces:
         return len(self.network.c.layers)
 
     def embed(self, window: Window, cache: Cache) -> Array:
-        _no_images(cache)
+        no_images(cache)
         return _embedded(self.network, window, cache)[0]
 
     def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
@@ -393,15 +394,6 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> tuple[Array, Ar
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
     x = network.embedded(window.tokens, window.positions, values, which)
     return x, network.inputs(window.tokens, x, which)
-
-
-def _images(cache: Cache) -> Images | None:
-    return cache.inputs if isinstance(cache.inputs, Images) else None
-
-
-def _no_images(cache: Cache) -> None:
-    if _images(cache) is not None:
-        raise ValueError("inputs: got Images, with which layers cannot run one by one; takes none, or another method")
 
 
 def _network(config: DecoderConfig, params: Weights, dtype: str = "float32") -> Decoder:

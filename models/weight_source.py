@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jax import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +94,8 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(name, {})
         node[last] = leaf
     return tree
+
+
+def kernel_of(path: str, weight: Array) -> Array:
+    """Returns a weight as a kernel `f[..., K, N]`; an embedding table is transposed."""
+    return weight.T if path == "embed" else weight

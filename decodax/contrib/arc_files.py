@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 from decodax.io.checkpoint import dtype_name
 from decodax.io.files import CheckpointError, read_json
 from decodax.models.arc_encoder import ArcEncoder, End
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.rope import Rope
 from decodax.models.transformer import Weights
 

@@ -26,10 +26,11 @@ from decodax.models.calibration import nothing, observe
 from decodax.models.formats import Format, ModelFormat, kernels, read_format
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import flatten, kernel_of
+from decodax.models.names import flatten
 from decodax.models.packed import Packed
 from decodax.models.recurrent.mamba2 import Mamba2
 from decodax.models.transformer import Transformer
+from decodax.models.weight_source import kernel_of
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
              "chat_template.jinja")

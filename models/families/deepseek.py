@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decodax.models.config import DecoderConfig, Layer, QueryScale
+from decodax.models.blocks.options import Layer, QueryScale
+from decodax.models.config import DecoderConfig
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.reading import Json, read_experts, read_rope, read_shape, with_experts
 from decodax.models.rope import mscale

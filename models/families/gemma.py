@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import Activation, DecoderConfig, NormConfig
 from decodax.models.fields import checked
 from decodax.models.reading import (
     Json,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decodax.models.biases import Alibi
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.reading import Json, head_width, read_activation, read_layers, read_shape
 from decodax.models.rope import Rope
 

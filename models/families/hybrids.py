@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families.qwen import sparse_layers
 from decodax.models.latent.shape import Latent
 from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.reading import Json, read_experts, read_rope, read_shape, with_experts
 from decodax.models.recurrent.options import ShortConv
 

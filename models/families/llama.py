@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from decodax.models.config import DecoderConfig, NormConfig, QueryScale
+from decodax.models.blocks.options import QueryScale
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.reading import Json, read_activation, read_layers, read_period, read_rope, read_shape
 from decodax.models.rope import LinearScaling, Rope
 

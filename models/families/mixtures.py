@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from decodax.models.biases import SameChunk
-from decodax.models.config import DecoderConfig, Layer, NormConfig, QueryScale
+from decodax.models.blocks.options import Layer, QueryScale
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families import llama
 from decodax.models.reading import Json, head_width, read_experts, read_layers, read_rope, read_shape, with_experts
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts
 from decodax.models.recurrent.options import SelectiveScan, Ssd
 

@@ -21,8 +21,9 @@ from decodax.models.formats.quamba2 import Quamba2
 from decodax.models.formats.rsparse import RankSparse, RSparse
 from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
-from decodax.models.names import flatten, kernel_of
+from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from decodax.models.weight_source import kernel_of
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
            "ModelFormat", "Mxfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",

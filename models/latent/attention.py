@@ -31,7 +31,8 @@ from jax import Array, lax
 
 from decodax.core.capabilities import AttendsAlone
 from decodax.core.window import Window
-from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.layers import STD, Linear, Norm
 from decodax.models.packed import whole
 from decodax.models.rope import rotate

@@ -35,7 +35,7 @@ from decodax.models import (
     linearized,
     llama,
 )
-from decodax.models.decoder import Attention
+from decodax.models.blocks.attention import Attention
 from decodax.models.recurrent.options import RgLru
 from decodax.sampling import build
 from decodax.train import (

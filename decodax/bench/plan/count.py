@@ -26,7 +26,7 @@ from decodax.core.start import init_state
 from decodax.core.types import Params, fit_cache
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
-from decodax.models.config import Layer
+from decodax.models.blocks.options import Layer
 from decodax.models.formats import pack
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.packed import Packed

@@ -19,7 +19,8 @@ from decodax.core.types import Params
 from decodax.io.files import ONE
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
-from decodax.models.config import Layer, NormConfig
+from decodax.models.blocks.options import Layer
+from decodax.models.config import NormConfig
 from decodax.models.experts import mix
 from decodax.models.formats import Int4, QServe, pack
 from decodax.models.formats.qserve import W4A8, hadamard, quantised, read_tensors, rotated

@@ -20,7 +20,8 @@ from decodax.io.checkpoint import CheckpointError
 from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
-from decodax.models.config import DecoderConfig, Layer
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig
 from decodax.models.families import read_config
 from decodax.models.recurrent.gated_delta import DeltaBlock
 from decodax.models.recurrent.options import GatedDelta, RgLru

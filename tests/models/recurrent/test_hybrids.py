@@ -16,7 +16,8 @@ from decodax.core.window import causal
 from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
-from decodax.models.config import DecoderConfig, Layer
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig
 from decodax.models.families import read_config
 from decodax.models.recurrent.options import GatedDelta, SelectiveScan, ShortConv, Ssd
 from decodax.models.routing import Experts

@@ -1,0 +1,121 @@
+"""The options of one layer of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache import LinearRule
+from decodax.models.latent.shape import Latent
+from decodax.models.recurrent.options import RecurrentBlocks
+from decodax.models.rope import Rope
+from decodax.models.routing import Experts
+from decodax.pallas_kernels.window_attention import FixedBias
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """A factor of the queries that grows with the position: `1 + beta * log(1 + floor((position + shift) / length))`.
+
+    It keeps the attention of long texts from becoming flat (Llama 4, Ministral 3).
+    """
+
+    beta: float
+    length: float
+    shift: int = 0
+
+    def table(self, positions: Array) -> Array:
+        """Returns the factors `f32[B, W, 1, 1]` at positions `i32[B, W]`."""
+        steps = jnp.floor((positions + self.shift).astype(jnp.float32) / self.length)
+        # Nodes that are not live may have positions below 0.
+        return (1 + self.beta * jnp.log1p(jnp.maximum(steps, 0)))[..., None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer: its attention, and its mixture of experts if it has one.
+
+    Attributes:
+        rope: rotary embedding of queries and keys; None if positions are learned, or the layer has none.
+        sliding: a query attends to the latest `sliding` positions, its own included; None: all.
+        scale: factor of the attention scores; None: `head_dim ** -0.5`.
+        experts: the mixture in place of the MLP; None: the MLP.
+        reads: index of an earlier layer whose keys and values this layer attends to. It has no projections for keys and
+            values, and the cache stores nothing for it; see `cla` and `yoco`. None: its own.
+        linear: the rule of linear attention, which replaces softmax and has a state of constant size, and no scale of
+            scores; see `decodax.models.linear`. None: softmax.
+        echoes: index of an earlier layer whose attention weights this layer uses with its own values. It has no
+            projections for queries and keys, and the cache stores no keys for it; see `echo_att`. None: its own.
+        bias: added to the attention scores, by the positions of query and key. See `decodax.models.biases`.
+        query_scale: a factor of the queries that grows with the position, or None.
+        recurrent: the recurrent block in place of attention, which has no other of these options but `experts` and
+            `block`. None: attention.
+        qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
+        kv_heads, head_dim: number of key/value heads of this layer, and of channels of a head; None: as in the decoder.
+        keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
+        mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
+        sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
+        sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
+            weights of keys sum to less than one (GPT-OSS).
+        latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
+            the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
+        output_gate: True multiplies the attention's output by the sigmoid of a projection of the layer's input.
+        block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
+        half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
+            cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
+        beside: True computes attention beside the recurrent block, from the same input, and adds their outputs.
+    """
+
+    rope: Rope | None = None
+    sliding: int | None = None
+    scale: float | None = None
+    experts: Experts | None = None
+    reads: int | None = None
+    linear: LinearRule | None = None
+    echoes: int | None = None
+    bias: FixedBias | None = None
+    query_scale: QueryScale | None = None
+    qk_norm: bool = True
+    recurrent: RecurrentBlocks | None = None
+    sinks: bool = False
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    keys_as_values: bool = False
+    mlp: int | None = None
+    sparsity: float = 0.0
+    latent: Latent | None = None
+    output_gate: bool = False
+    block: Literal["pre", "post"] | None = None
+    half: Literal["attention", "mlp"] | None = None
+    beside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.latent is not None and ((self.rope is None) != (self.latent.plain > 0) or (
+                self.rope is not None and self.rope.chunks is not None) or dataclasses.replace(
+                self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
+            raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
+                             "(plain), and of the other options scale, experts and query_scale")
+        if self.recurrent is not None and not self.beside and dataclasses.replace(
+                self, recurrent=None, experts=None, block=None, half=None) != Layer():
+            raise ValueError("recurrent: cannot be combined with options of attention")
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
+        if self.beside and (self.recurrent is None or self.half is not None or self.latent is not None):
+            raise ValueError("beside: takes a layer with a recurrent block, both halves and no latent")
+        if self.half == "mlp" and dataclasses.replace(self, half=None, experts=None, block=None) != Layer():
+            raise ValueError("half: got 'mlp' with options of attention, takes none")
+        if self.half == "attention" and self.experts is not None:
+            raise ValueError("half: got 'attention' with experts, takes none")
+        if self.sliding is not None and self.sliding < 1:
+            raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
+        if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
+            raise ValueError("linear: cannot be combined with a sliding window, a scale or another layer's keys")
+        if self.linear is not None and (self.sinks or self.output_gate):
+            name = "sinks" if self.sinks else "output_gate"
+            raise ValueError(f"{name}: cannot be combined with linear attention")
+        if self.bias is not None and (self.linear is not None or (
+                self.rope is not None and self.rope.chunks is not None)):
+            raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
