@@ -37,9 +37,8 @@ from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.quantised import quantization
 from decodax.io.text import Tokenizer
-from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
+from decodax.models import EncoderDecoder, Transformer, adapters, dual_chunk, linear_weights, linearized
 from decodax.models.diffusion import Diffusion
-from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.encoder_decoder.reading import ENCODER_DECODERS
 from decodax.models.families import family_of
 from decodax.models.formats import Format
@@ -51,8 +50,8 @@ SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "
         "tekken.json", "*.tiktoken")
 """Tokenizer files in formats that cannot be read."""
 
-WITHOUT_FAST = ("m2m_100", "marian")
-"""Families whose released tokenizers have no fast form, so that transformers writes no tokenizer.json."""
+WITHOUT_FAST = "m2m_100", "marian"
+"""Families whose released tokenizers have no fast form, so no tokenizer.json."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +154,8 @@ class LM(Loaded):
         """
         if not isinstance(named, Mapping):
             raise TypeError(f"named: got {shown(named)}, takes a dictionary of adapters by name")
-        found = adapters.stack([self._read(each) for each in named.values()])
-        return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
+        params = adapters.apply(self.params, adapters.stack([self._read(each) for each in named.values()]))
+        return dataclasses.replace(self, params=params, adapters=tuple(named))
 
     def with_dual_chunk(self, size: int | None = None, local: int | None = None) -> LM:
         """Returns this model with dual chunk attention (An et al., 2024), for texts longer than the trained length.
@@ -169,8 +168,8 @@ class LM(Loaded):
                 eighth of the trained length. See `decodax.models.dual_chunk`.
 
         Raises:
-            ValueError: the model is not a `Transformer` with rotary positions, has a sliding window or a soft cap on
-                its attention scores, or is a masked diffusion model.
+            ValueError: the model is no `Transformer` with rotary positions, diffuses, or has a sliding window or a cap
+                on its scores.
         """
         if not isinstance(self.model, Transformer) or self.diffusion is not None:
             fills = " that fills masks" if self.diffusion else ""

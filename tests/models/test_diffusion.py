@@ -194,7 +194,7 @@ def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path
     ("llada-moe", {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias: got True, supported is F"),
     ("llada-moe", {"clip_qkv": 7.0}, "clip_qkv: got 7.0, which a llada model does not have here"),
     ("llada2", {"norm_head": True}, "norm_head: got True, supported is False"),
-    ("llada2", {"topk_group": 8}, "num_experts_per_tok, n_routed_experts, n_group or topk_group: groups: got 4 with"),
+    ("llada2", {"topk_group": 8}, "n_group, num_expert_group or topk_group: groups: got 4 with"),
     ("dream", {"diffusion": {"attention": "sparse"}}, "attention: got 'sparse', takes full, block-causal"),
     ("dream", {"diffusion": {"window": 4}}, r"diffusion: got {'window': 4} .*window"),
 ])
