@@ -45,13 +45,25 @@ def over(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> 
         axes: sizes of the axes that may be used.
     """
     def one(name: str | None, size: int) -> tuple[str, ...] | str | None:
-        found, parts = [], 1
+        found: list[str] = []
+        parts = 1
         for each in ROWS if name == DATA else (name,):
             if each is not None and each in axes and size % (parts * axes[each]) == 0:
                 found, parts = [*found, each], parts * axes[each]
         return _entry(tuple(found))
 
     return PartitionSpec(*map(one, spec, shape))
+
+
+def part(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of one device's part of an array with the layout `over(spec, shape, axes)`.
+
+    >>> part(PartitionSpec("data", None, "model"), (8, 3, 10), {"data": 2, "expert": 2, "model": 4})
+    (2, 3, 10)
+    """
+    names = [(name,) if isinstance(name, str) else name or () for name in over(spec, shape, axes)]
+    cuts = [math.prod(axes[each] for each in found) for found in names]
+    return tuple(size // cut for size, cut in zip(shape, [*cuts, *[1] * (len(shape) - len(cuts))], strict=True))
 
 
 def _entry(axes: tuple[str, ...]) -> tuple[str, ...] | str | None:

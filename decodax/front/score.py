@@ -160,8 +160,8 @@ def score(lm: LM | str | os.PathLike[str], texts: Text | Iterable[Text], *, top_
     _check_positions(lm, pieces)
 
     rows = min(ROWS, _power(len(pieces))) if batch_size is None else int(batch_size)
-    parts = replicas(lm.mesh)
-    rows = -(-rows // parts) * parts
+    ways = replicas(lm.mesh)
+    rows = -(-rows // ways) * ways
     slots = max(_power(max(len(s.ids) for _, s in pieces)), LONG)
     done: dict[int, list[np.ndarray]] = {}      # by piece
     with on_mesh(lm.mesh), bar(progress, "scoring", len(pieces)) as report:

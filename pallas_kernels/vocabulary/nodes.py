@@ -8,9 +8,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from decodax.common.axes import DATA, MODEL, free_axes, over, platform
+from decodax.common.axes import DATA, MODEL, free_axes, part, platform
 
 T = TypeVar("T")
 
@@ -60,10 +60,7 @@ def by_nodes(fn: Callable[[Array, Array | None], T], head: Callable[[Array], Arr
 def fitting(logits: Array | jax.ShapeDtypeStruct) -> int:
     """Returns the number of nodes of logits `f32[B, W, V]` that fit in fast memory; `W` on other platforms than
     TPUs."""
-    W, free = logits.shape[1], free_axes()
-    spec = over(PartitionSpec(DATA, None, MODEL), logits.shape, free)
-    rows, _, entries = NamedSharding(jax.sharding.get_abstract_mesh(), spec).shard_shape(logits.shape) if free \
-        else logits.shape
+    rows, W, entries = part(PartitionSpec(DATA, None, MODEL), logits.shape, free_axes())
     width = max(1, FAST // (rows * entries * logits.dtype.itemsize))
     if platform() != "tpu" or width >= W:
         return W
