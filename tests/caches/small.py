@@ -178,3 +178,13 @@ def dense(name: str) -> str:
 
 def same(one: Any, other: Any, atol: float = 1e-4) -> bool:
     return one.tokens.tolist() == other.tokens.tolist() and np.allclose(one.logprobs.raw, other.logprobs.raw, atol=atol)
+
+
+def with_sinks_in(lm: LM, sinks: tuple[float, ...] = (1.0, -1.0, 3.0, 0.5)) -> LM:
+    """Returns a model whose query heads have these attention sinks in each layer."""
+    config = lm.model.config
+    layers = tuple(dataclasses.replace(layer, sinks=True) for layer in config.layers)
+    return dataclasses.replace(
+        lm, model=dataclasses.replace(lm.model, config=dataclasses.replace(config, layers=layers)),
+        params=lm.params | {"layers": {i: layer | {"attn": layer["attn"] | {"sinks": jnp.array(sinks)}}
+                                       for i, layer in lm.params["layers"].items()}})

@@ -3,7 +3,6 @@
 A policy may change the text. It does so in the same way whatever drafts, chunks and batch mates there are.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +39,7 @@ from tests.caches.small import (
     half,
     run,
     same,
+    with_sinks_in,
 )
 from tests.matrix import often
 
@@ -126,13 +126,7 @@ EVERY_WEIGHT = (40.0,) * 4
 @functools.cache
 def with_sinks(deep: bool, cache: Any, sinks: tuple[float, ...] = (1.0, -1.0, 3.0, 0.5)) -> Any:
     """Decodes with a model with attention sinks in each layer."""
-    lm = DEEP if deep else SMALL
-    config = lm.model.config
-    layers = tuple(dataclasses.replace(layer, sinks=True) for layer in config.layers)
-    lm = dataclasses.replace(
-        lm, model=dataclasses.replace(lm.model, config=dataclasses.replace(config, layers=layers)),
-        params=lm.params | {"layers": {i: layer | {"attn": layer["attn"] | {"sinks": jnp.array(sinks)}}
-                                       for i, layer in lm.params["layers"].items()}})
+    lm = with_sinks_in(DEEP if deep else SMALL, sinks)
     return dx.generate(lm, PROMPTS, cache=cache, seed=5, temperature=[0.0, 0.9, 0.0], max_new_tokens=12, logprobs=0)
 
 

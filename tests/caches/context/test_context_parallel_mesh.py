@@ -19,7 +19,7 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.sampling import build
 from decodax.sharding import lanes, place
-from tests.caches.small import DEEP, LOOKUP, SMALL
+from tests.caches.small import DEEP, LOOKUP, SMALL, with_sinks_in
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh
@@ -52,6 +52,18 @@ def test_a_divided_cache_gives_the_tokens_of_one_device(shape: tuple[int, ...], 
                       cache=dx.caches.make("context-parallel", block=32, **MODES[mode]), **MIXED)
     assert got.tokens.tolist() == want.tokens.tolist()
     np.testing.assert_allclose(got.logprobs.raw, want.logprobs.raw, atol=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", ["pass-kv", "pass-q"])
+def test_sinks_join_the_softmax_once_over_all_devices(mode: str) -> None:
+    lm = with_sinks_in(SMALL)
+    got = dx.generate(spread(mesh_of((1, 2, 4)), lm), PROMPTS,
+                      cache=dx.caches.make("context-parallel", block=32, **MODES[mode]), **MIXED)
+    want = dx.generate(lm, PROMPTS, **MIXED)
+    assert got.tokens.tolist() == want.tokens.tolist()
+    np.testing.assert_allclose(got.logprobs.raw, want.logprobs.raw, atol=1e-5)
+    assert got.tokens.tolist() != dx.generate(SMALL, PROMPTS, **MIXED).tokens.tolist()
 
 
 def prefilled(mesh: Mesh, chunk: int = 32) -> tuple[Any, ...]:
