@@ -1,5 +1,6 @@
 """Tiny checkpoints of models that see images, as transformers writes them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
 
 
 def saved(name: str, directory: Path) -> Any:
-    kind, text, sight, more, _ = CASES[name]
+    kind, text, sight, more, _ = copy.deepcopy(CASES[name])        # transformers adds entries to nested ones
     config = transformers.AutoConfig.for_model(kind, text_config={**COMMON, **text}, vision_config=sight, **more)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
