@@ -1,5 +1,6 @@
 """Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
 
 def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """The case's transformers model with random weights, norms and biases included."""
-    kind, options, _ = CASES[name]
+    kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
