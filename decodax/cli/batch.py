@@ -140,9 +140,11 @@ def _mesh(shape: tuple[int, ...]) -> Mesh:
     """
     import jax
 
+    from decodax.common.axes import by_axes
+
     devices, count = jax.local_devices(), math.prod(shape)
     if count > len(devices):
-        raise UsageError(f"--mesh: got {'x'.join(map(str, shape))}, which takes {count} devices; this process has "
+        raise UsageError(f"--mesh: got {by_axes(shape)}, which takes {count} devices; this process has "
                          f"{len(devices)}")
     return jax.make_mesh(shape, ("data", "model", "expert")[:len(shape)], devices=devices[:count])
 

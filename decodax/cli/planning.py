@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--price: takes DEVICE=X, as v5e=1.2 ({error})") from error
     mesh = None if args.mesh is None else list(map(mesh_shape, args.mesh))
     from decodax.bench.plan import COLUMNS, plan
-    from decodax.bench.plan.front import by_axes
+    from decodax.common.axes import by_axes
 
     sampling = {"temperature": args.temperature} | ({} if args.top_p is None else {"top_p": args.top_p})
     with naming_the_argument():

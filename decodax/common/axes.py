@@ -36,6 +36,15 @@ def replicas(mesh: Any) -> int:
     return 1 if mesh is None else math.prod(size for name, size in dict(mesh.shape).items() if name in ROWS)
 
 
+def by_axes(mesh: Sequence[int]) -> str:
+    """Returns a mesh as it is written on the command line.
+
+    >>> by_axes((2, 4))
+    '2x4'
+    """
+    return "x".join(map(str, mesh))
+
+
 def over(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> PartitionSpec:
     """Returns the layout of an array that `spec` asks for, over those axes that divide its dimensions.
 

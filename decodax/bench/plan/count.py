@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.bench.plan.hardware import Device
 from decodax.cache import KVLayer
-from decodax.common.axes import DATA, EXPERT, MODEL, over, replicas
+from decodax.common.axes import DATA, EXPERT, MODEL, by_axes, over, replicas
 from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
 from decodax.core.drivers import advance, commit_prompts
@@ -146,7 +146,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: 
         Mesh(np.asarray(devices).reshape(mesh), names, axis_types=kinds)
     if batch % replicas(place):
         raise ValueError(f"batch: got {batch}, takes a multiple of the {replicas(place)} replicas of the mesh "
-                         f"{'x'.join(map(str, mesh))}")
+                         f"{by_axes(mesh)}")
     new = max(1, min(256, capacity // 4)) if new is None else new
     if cache is not None:
         lm = with_cache(lm, cache)

@@ -13,7 +13,7 @@ from decodax.bench.plan.aot import Compiled, compile_round, devices
 from decodax.bench.plan.count import DeviceCounts, count, setup
 from decodax.bench.plan.hardware import Slice, slice_of
 from decodax.bench.plan.presets import PRESETS
-from decodax.common.axes import replicas
+from decodax.common.axes import by_axes, replicas
 from decodax.common.progress import bar
 from decodax.common.strings import near
 from decodax.io.files import read_json
@@ -155,15 +155,6 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
     model: Any = Transformer(read_config(dict(config)), dtype=dtype)
     return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,
               name=name if isinstance(name, str) else "model", diffusion=read_diffusion(config))
-
-
-def by_axes(mesh: tuple[int, ...]) -> str:
-    """Returns a mesh as it is written on the command line.
-
-    >>> by_axes((2, 4))
-    '2x4'
-    """
-    return "x".join(map(str, mesh))
 
 
 def meshes(count: int, batch: int) -> list[tuple[int, int]]:

@@ -11,7 +11,8 @@ import jax
 
 from decodax import algorithms
 from decodax.bench.compare import PLAIN, Comparison
-from decodax.bench.plan.front import Plan, by_axes, plan
+from decodax.bench.plan.front import Plan, plan
+from decodax.common.axes import by_axes
 from decodax.common.registry import ALGORITHMS
 from decodax.io.load import LM
 

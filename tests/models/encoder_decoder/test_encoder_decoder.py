@@ -42,7 +42,7 @@ def generated(name: str, rows: list[list[int]] = SOURCES, **options: Any) -> lis
 @pytest.mark.wide(but=("nllb",))
 @pytest.mark.parametrize("case", often([name for name in CASES if name not in ("mt5", "untied")], CASES))
 def test_logits_equal_transformers(case: str) -> None:
-    """Of given texts after sources of different lengths."""
+    """The logits of given texts, after sources of different lengths, are compared."""
     reference, lm = saved(case)[0], loaded(case)
     assert isinstance(lm.model, EncoderDecoder) and lm.vocab_size == lm.model.config.vocab
     text = np.random.default_rng(0).integers(3, lm.vocab_size - 1, (4, 20))
@@ -80,7 +80,7 @@ def test_greedy_tokens_equal_transformers(case: str) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", often(["bart", "nllb"], AS_RELEASED))
 def test_beams_of_the_generation_config_equal_transformers(name: str) -> None:
-    """With its beams, forced tokens, length penalty and ban of n-grams; the prompt is the start token."""
+    """The config has beams, forced tokens, a length penalty and banned n-grams; the prompt is the start token."""
     reference, lm = saved(name)[0], loaded(name)
     pad = CASES[name][1]["pad_token_id"]
     want = without_start(reference.generate(**padded(SOURCES, pad)).numpy())
@@ -131,7 +131,7 @@ def test_beams_with_drafts_equal_beams() -> None:
 
 
 def test_sources_of_similar_lengths_share_their_programs() -> None:
-    """Of 3 to 16 tokens."""
+    """The sources have 3 to 16 tokens."""
     assert EncoderText.of(SOURCES).tokens.shape == EncoderText.of(SOURCES[:1] + [[5] * 16] * 3).tokens.shape == (4, 16)
     assert [EncoderText.of([[5] * n]).tokens.shape[1] for n in (1, 17, 128, 129, 1000)] == [16, 32, 128, 256, 1024]
     with pytest.raises(ValueError, match="rows: got a text without tokens"):
@@ -162,7 +162,7 @@ def test_nodes_are_placed_by_position(name: str) -> None:
 
 @pytest.mark.wide
 def test_a_bias_is_added_to_the_scores_of_cache_and_window() -> None:
-    """Where slots are positions and where they are not, each head with tokens of its own."""
+    """This holds for caches whose slots are positions, and for those in which each head keeps other tokens."""
     stack, r = loaded("t5-1.0").model.config.decoder, np.random.default_rng(0)
     B, S, W, H, d = 2, 6, 3, stack.heads, stack.head_dim
     weights = jnp.asarray(r.normal(size=(stack.positions.buckets, H)), jnp.float32)

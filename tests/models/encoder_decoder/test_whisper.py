@@ -75,7 +75,7 @@ def audio(seconds: float, seed: int = 0) -> np.ndarray:
 @pytest.mark.wide
 @pytest.mark.parametrize("size", [80, 128])
 def test_spectrograms_equal_transformers(size: int) -> None:
-    """Of an audio that is shorter than 30 seconds, of a longer one, and of silence."""
+    """An audio is shorter than 30 seconds, one is longer, and one is silent."""
     extractor = transformers.WhisperFeatureExtractor(feature_size=size)
     for samples in (audio(2.3), audio(31.0, 1), np.zeros(1000, np.float32)):
         want = extractor(samples, sampling_rate=16_000).input_features[0]
@@ -133,7 +133,7 @@ def test_timestamp_rules_equal_transformers(latest: int | None) -> None:
 @pytest.mark.parametrize(("timed", "beams"), often([(True, 3), (False, 1)], [(True, 3), (True, 1), (False, 1), (
     False, 3)]))
 def test_a_window_equals_transformers(timed: bool, beams: int) -> None:
-    """With prompts of language and task and the suppressed tokens of its generation config."""
+    """Prompts name language and task, and the generation config suppresses some tokens."""
     features = np.stack(sounds(100, 100, 100))
     want = whisper()[0].generate(torch.tensor(features), language="de", task="translate", return_timestamps=timed,
                                  force_unique_generate_call=True, num_beams=beams).numpy()
@@ -188,7 +188,7 @@ def test_audios_of_several_lengths_equal_each_alone() -> None:
 
 @pytest.mark.wide
 def test_a_short_audio_is_padded_with_silence() -> None:
-    """As by the feature extractor of transformers."""
+    """The feature extractor of transformers gives the same numbers."""
     samples, prompt = audio(0.6), [START, ENGLISH, TRANSCRIBE, SILENT]
     out = dx.generate(lm(), prompt, inputs=EncoderAudio.read(lm(), samples), max_new_tokens=12)
     got = transcribe(lm(), samples, language="en", timestamps=False, max_new_tokens=12)[0]

@@ -17,7 +17,7 @@ from tests.models.families.tiny_images import saved
 IMAGE, NEW = 96, 6
 MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe")
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
-"""Of the images of each prompt, in patches of which four make a token; the images of other models have 4 tokens."""
+"""Sizes of each prompt's images, in patches, four of which make a token. Images of other models have 4 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)

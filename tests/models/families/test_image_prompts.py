@@ -92,7 +92,7 @@ def test_a_gguf_file_does_not_say_how_it_sees_images() -> None:
 
 
 def test_vectors_of_tokens_are_what_the_tokens_are() -> None:
-    """With the rows of the embedding table in place of an image, a text is itself."""
+    """Rows of the embedding table as the vectors of an image give the logits of the plain text."""
     lm, prompts, _ = small()
     table = np.asarray(lm.params["embed"])
     images = Images.of(lm, prompts, [[table[[7, 8]]], []], token=5)
