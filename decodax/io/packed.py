@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from decodax.common.axes import platform
 from decodax.common.struct import fields
+from decodax.io import huge_pages
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS, Format
 from decodax.models.names import stored_dtype
@@ -74,7 +75,8 @@ def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStr
             wanted = (*wanted[:-2], wanted[-1], wanted[-2])
         if shape != wanted:
             raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration requires {wanted}")
-    return {path: _placed(one, path, places[path], files, dtype) for path, one in found.items()}
+    blocks = huge_pages.Blocks(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found)))
+    return {path: blocks.moved(_placed(one, path, places[path], files, dtype)) for path, one in found.items()}
 
 
 def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
