@@ -109,7 +109,7 @@ class ArrayReader:
         if path not in self._open:
             self._open[path] = os.open(path, os.O_RDONLY)
         place = _Entries(self._open[path], self.files.start(name), stored, source.full)
-        return place.copies(source.turned(index), source.turned(goal[(None,) * extra]))
+        return place.copies(source.turned(index), source.turned(goal[(*[None] * extra, ...)]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, named_tensors, read_json
 from decodax.io.mxfp4 import mxfp4_sources, packed_tensors, packs_mxfp4
 from decodax.io.quantised import read_scheme, refuse_quantised
+from decodax.io.quantised.tensors import TensorReader
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.io.weights import DTYPES, Loader, load_all
 from decodax.models.config import DecoderConfig
@@ -325,11 +326,11 @@ def _check_tied(files: Files, embed: str, head: str) -> None:
     """Checks that a stored output head `head` equals the embedding `embed`, for a model with tied embeddings."""
     if head not in files.home:
         return
-    one, other = files.slice(embed), files.slice(head)
-    rows = one.get_shape()[0]
-    parts = (slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
-    same = one.get_shape() == other.get_shape() and other.get_dtype() in DTYPES and all(
-        np.array_equal(one[part], other[part]) for part in parts)
+    with TensorReader(files) as file:
+        rows = file.shape(embed)[0]
+        parts = (np.arange(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
+        same = file.shape(embed) == file.shape(head) and file.dtype(head) in DTYPES and all(
+            np.array_equal(file.rows(embed, part), file.rows(head, part)) for part in parts)
     if not same:
         raise CheckpointError(f"{files.home[head]}: tensor {head} differs from {embed}, but config.json has "
                               "tie_word_embeddings = true; set it to false if the model has its own head")
