@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.io import huge_pages
-from decodax.io.files import FLOATS, Files
+from decodax.io.files import DTYPES, Files
 from decodax.models.weight_source import WeightSource
 
 CHUNK = 1 << 20
@@ -105,7 +105,7 @@ class ArrayReader:
             chosen = source.part.indices(*bounds[-1])
             first, last = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
             index = (*index[:-1], slice(first, last) if last - first == len(chosen) else chosen)
-        path, stored = self.files.home[name], np.dtype(jnp.dtype(FLOATS[str(self.files.slice(name).get_dtype())]))
+        path, stored = self.files.home[name], np.dtype(jnp.dtype(DTYPES[str(self.files.slice(name).get_dtype())]))
         if path not in self._open:
             self._open[path] = os.open(path, os.O_RDONLY)
         place = _Entries(self._open[path], self.files.start(name), stored, source.full)
@@ -141,16 +141,17 @@ class _Entries:
             return
         _, *rest = self.shape
         rows = np.arange(self.shape[0])[index[0]]
-        if len(rest) > 1:
+        step = CHUNK // math.prod(rest)
+        if len(rest) > 1 and not step:
             for i, row in enumerate(rows.tolist()):
                 yield from self.rows(row, *rest).copies(index[1:], goal[i])
             return
-        step = max(CHUNK // rest[0], 1)
+        step = max(step, 1)
         for i in range(0, len(rows), step):
             own = rows[i:i + step]
             first, count = int(own[0]), int(own[-1]) + 1 - int(own[0])
             taken = slice(None) if count == len(own) else own - first
-            yield functools.partial(self.rows(first, count, *rest)._copy, (taken, index[1]), goal[i:i + step])
+            yield functools.partial(self.rows(first, count, *rest)._copy, (taken, *index[1:]), goal[i:i + step])
 
     def _copy(self, index: Index, goal: np.ndarray) -> None:
         before, count = self.start % mmap.ALLOCATIONGRANULARITY, math.prod(self.shape)
@@ -168,8 +169,12 @@ def bits_of(dtype: np.dtype) -> np.dtype:
 
 def copy(values: np.ndarray, goal: np.ndarray) -> None:
     """Casts an array and copies it to another one of the same shape, in tiles if that is transposed."""
-    if goal.ndim != 2 or goal.strides[1] == goal.itemsize or goal.shape[1] == 1:
+    if goal.ndim < 2 or goal.strides[-1] == goal.itemsize or goal.shape[-1] == 1:
         cast(values, goal)
+        return
+    if goal.ndim > 2:
+        for own, to in zip(values, goal, strict=True):
+            copy(own, to)
         return
     # Rows at a distance of a power of two would share a few lines of the cache.
     tile, bits = np.empty((TILE, TILE + 16), goal.dtype), goal.view(bits_of(goal.dtype))

@@ -24,6 +24,10 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of floats by their names in safetensors."""
 
+DTYPES = {**FLOATS, "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8", "U8": "uint8",
+          "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32", "I64": "int64", "BOOL": "bool"}
+"""Dtypes of tensors that can be read."""
+
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
 """Weight files in formats that cannot be read."""
 

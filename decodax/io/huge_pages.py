@@ -37,6 +37,7 @@ class Blocks:
         self.left = left
         self._huge = sys.platform.startswith("linux") and left >= PAGE
         self._block, self._at = np.empty(0, np.uint8), 0
+        self._ranges: list[range] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Returns an array that is not filled yet."""
@@ -46,6 +47,7 @@ class Blocks:
             return _aligned(size).view(kind).reshape(shape)
         if size > len(self._block) - self._at:
             self._block, self._at = _block(max(min(self.left, BLOCK), size)), 0
+            self._ranges.append(range(start := self._block.ctypes.data, start + len(self._block)))
         found = self._block[self._at:self._at + size].view(kind).reshape(shape)
         self.left, self._at = self.left - size, self._at + -(-size // ALIGNMENT) * ALIGNMENT
         return found
@@ -55,6 +57,8 @@ class Blocks:
         return jax.tree.map(lambda x: self._moved(x) if self._huge and on_cpu(x) else x, params)
 
     def _moved(self, x: jax.Array) -> jax.Array:
+        if any(x.unsafe_buffer_pointer() in own for own in self._ranges):
+            return x
         old = np.asarray(x)
         new = self.empty(old.shape, old.dtype)
         np.copyto(new, old)

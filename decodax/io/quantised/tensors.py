@@ -11,11 +11,7 @@ from typing import Self
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.io.files import FLOATS, CheckpointError, Files
-
-DTYPES = {**FLOATS, "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8", "U8": "uint8",
-          "I32": "int32", "I64": "int64", "BOOL": "bool"}
-"""Dtypes of tensors that can be read."""
+from decodax.io.files import DTYPES, CheckpointError, Files
 
 
 class TensorReader:
