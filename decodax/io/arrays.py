@@ -67,7 +67,7 @@ class ArrayReader:
             os.close(file)
         self._open.clear()
 
-    def read(self, source: WeightSource, bounds: Bounds, dtype: np.dtype, blocks: huge_pages.Blocks | None = None,
+    def read(self, source: WeightSource, bounds: Bounds, dtype: np.dtype, blocks: huge_pages.HugeBlocks | None = None,
              turned: bool = False) -> np.ndarray:
         """Returns the part of a weight within `bounds`.
 

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Alignment in bytes at which XLA uses an array's memory without copying it."""
 
 
-class Blocks:
+class HugeBlocks:
     """Memory for arrays side by side in huge pages. JAX uses it without a copy on CPU.
 
     Attributes:
@@ -77,7 +77,7 @@ def move(leaves: list[Any]) -> None:
     Arrays that are not on one CPU device are not moved. No array is moved if the system has no huge pages, or if all
     arrays together are smaller than one page.
     """
-    blocks = Blocks(sum(np.asarray(x).nbytes for x in leaves if on_cpu(x)))
+    blocks = HugeBlocks(sum(np.asarray(x).nbytes for x in leaves if on_cpu(x)))
     for i in range(len(leaves)):
         leaves[i] = blocks.moved(leaves[i])
 
@@ -92,7 +92,7 @@ def moved(params: Any) -> Any:
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without a copy."""
-    return Blocks(math.prod(shape) * np.dtype(dtype).itemsize).empty(shape, dtype)
+    return HugeBlocks(math.prod(shape) * np.dtype(dtype).itemsize).empty(shape, dtype)
 
 
 def _aligned(size: int) -> np.ndarray:

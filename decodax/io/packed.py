@@ -78,7 +78,7 @@ def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStr
             wanted = (*wanted[:-2], wanted[-1], wanted[-2])
         if shape != wanted:
             raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration requires {wanted}")
-    blocks = huge_pages.Blocks(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found)))
+    blocks = huge_pages.HugeBlocks(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found)))
     with ArrayReader(files) as reader:
         load = lambda path: _placed(found[path], path, places[path], functools.partial(_read, reader, blocks), dtype)
         return {path: blocks.moved(load(path)) for path in found}
@@ -224,7 +224,7 @@ def _names(packed: Packed, path: str) -> list[str]:
     return found
 
 
-def _read(reader: ArrayReader, blocks: huge_pages.Blocks, leaf: jax.ShapeDtypeStruct, name: str, place: Sharding,
+def _read(reader: ArrayReader, blocks: huge_pages.HugeBlocks, leaf: jax.ShapeDtypeStruct, name: str, place: Sharding,
           dtype: str | None = None) -> Array:
     source, made = plain(name, *leaf.shape), jnp.dtype(dtype or leaf.dtype)
     bits = np.dtype(STORED.get(leaf.dtype.name, leaf.dtype))

@@ -35,7 +35,7 @@ class Loader(ArrayReader):
 
     def __init__(self, files: Files, shapes: Iterable[tuple[int, ...]], dtype: str):
         super().__init__(files)
-        self._blocks = huge_pages.Blocks(sum(map(math.prod, shapes)) * jnp.dtype(dtype).itemsize)
+        self._blocks = huge_pages.HugeBlocks(sum(map(math.prod, shapes)) * jnp.dtype(dtype).itemsize)
 
     def load(self, source: WeightSource, shape: tuple[int, ...], name: str, place: jax.sharding.Sharding,
              packing: Format | None = None, table: bool = False) -> Any:

@@ -1,16 +1,17 @@
 """Time and memory of loading a large checkpoint against transformers, each load in a process of its own, in turn.
 
-The checkpoint is a Llama in bfloat16 with random weights in several safetensors files, which have just been written, so
-the system holds them in memory. Times begin after the imports. "Loaded" is the end of `dx.load` and of
-`from_pretrained`, "first token" that of `generate` with a prompt of 16 tokens and one new token, which compiles
-decodax's programs and reads the files that transformers has only mapped before. The memory is the largest of the
-process until then (`ru_maxrss`), with its imports. The table gives medians, and medians of the ratios of neighbouring
-runs to transformers with weights of the same size.
+The checkpoint is a Llama in bfloat16 with random weights in several safetensors files, or one of your own (`--model`).
+All files are read once before, so the system holds them in memory. Times begin after the imports. "Loaded" is the end
+of `dx.load` and of `from_pretrained`; "first forward" is the logits of a prompt of 16 tokens, for which decodax
+compiles a program and transformers reads the files that it has only mapped before. The peak is the largest memory of
+the process until then (`ru_maxrss`), with its imports. The table gives medians, and medians of the ratios of
+neighbouring runs to transformers with weights of the same dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import subprocess
@@ -69,8 +70,8 @@ def write(root: Path, size: float, width: int) -> None:
 
 
 def measure(program: str, root: str, dtype: str) -> dict[str, float]:
-    """Loads the checkpoint and generates a token. Returns seconds, and gigabytes of memory, by `FIGURES`."""
-    prompt: list[int] = list(range(3, 19))
+    """Loads a checkpoint and runs it on a prompt. Returns seconds, and gigabytes of memory, by `FIGURES`."""
+    prompt = [list(range(3, 19))]
     usage = lambda: resource.getrusage(resource.RUSAGE_SELF)
     peak = lambda: usage().ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 10**9
     cpu = lambda: usage().ru_utime + usage().ru_stime
@@ -80,23 +81,25 @@ def measure(program: str, root: str, dtype: str) -> dict[str, float]:
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        family = transformers.LlamaForCausalLM      # imported by the first use of its name
+        architecture = json.loads((Path(root) / "config.json").read_text())["architectures"][0]
+        family = getattr(transformers, architecture)        # imported here, by the first use of its name
         load = lambda: family.from_pretrained(root, dtype=dtype)
-        first: Any = lambda model: model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False)
+        run: Any = lambda model: model(torch.tensor(prompt)).logits.sum().item()
     else:
         import jax
+        import jax.numpy as jnp
 
-        from decodax import generate
-        from decodax import load as decodax_load
+        from decodax.io.load import load as decodax_load
 
         load = lambda: decodax_load(root, dtype=dtype)
-        first = lambda lm: generate(lm, [prompt], max_new_tokens=1, temperature=0.0)
+        run = lambda lm: jax.jit(lm.model.forward)(lm.params, jnp.array(prompt)).sum().item()
     clock, before = time.perf_counter(), cpu()
     model = load()
     if program == "decodax":
         jax.block_until_ready(model.params)
     found = {"loaded": time.perf_counter() - clock, "cpu": cpu() - before, "peak": peak()}
-    first(model)
+    with torch.no_grad() if program == "transformers" else contextlib.nullcontext():
+        run(model)
     return {**found, "first": time.perf_counter() - clock, "first_peak": peak()}
 
 
@@ -106,16 +109,19 @@ def main(args: argparse.Namespace) -> None:
     from decodax.bench.figures import show_table
     from decodax.bench.timing import median, ratio
 
-    with tempfile.TemporaryDirectory(dir=args.scratch) as root:
-        run = lambda *words: subprocess.run([sys.executable, __file__, root, *words], check=True, text=True,
-                                            stdout=subprocess.PIPE).stdout
-        # Also written in another process: on Linux one begins with the peak of its parent.
-        size = float(run("write", str(args.size), str(args.width)))
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
-        for _ in range(args.repeats):       # nothing is compiled before, so each run counts
+    # Written in another process, too: on Linux one begins with the peak of its parent.
+    call = lambda *words: subprocess.run([sys.executable, __file__, *words], check=True, text=True,
+                                         stdout=subprocess.PIPE).stdout
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
+        if args.model is None:
+            call("write", made, str(args.size), str(args.width))
+        root = args.model or made
+        size = sum(_read(path) for path in Path(root).glob("*.safetensors"))
+        for _ in range(args.repeats):
             for name, own in SIDES.items():
-                found[name].append(json.loads(run("measure", *own).splitlines()[-1]))
-                print(name, found[name][-1], file=sys.stderr)
+                found[name].append(json.loads(call("measure", root, *own).splitlines()[-1]))
+                print(name, found[name][-1], file=sys.stderr, flush=True)
     rows = []
     for name, (_, dtype) in SIDES.items():
         times = {key: {other: [run[key] for run in runs] for other, runs in found.items()} for key in FIGURES}
@@ -124,14 +130,19 @@ def main(args: argparse.Namespace) -> None:
         rows.append([name, f"{own['loaded']:.1f} s", over("loaded"), f"{own['cpu']:.1f} s", f"{own['peak']:.2f} GB",
                      over("peak"), f"{own['first']:.1f} s", over("first"), f"{own['first_peak']:.2f} GB",
                      over("first_peak")])
-    show_table(["", "loaded", "ratio", "of CPUs", "peak", "ratio", "first token", "ratio", "peak", "ratio"], rows,
-               f"{size / 10**9:.2f} GB of bfloat16, {args.repeats} runs", markdown=True)
+    show_table(["", "loaded", "ratio", "of CPUs", "peak", "ratio", "first forward", "ratio", "peak", "ratio"], rows,
+               f"{size / 10**9:.2f} GB, {args.repeats} runs", markdown=True)
+
+
+def _read(path: Path) -> int:
+    """Reads a file and returns its size."""
+    with path.open("rb", buffering=0) as file:
+        return sum(iter(lambda: len(file.read(1 << 24)), 0))
 
 
 if __name__ == "__main__":
-    root, job, *words = sys.argv[1:]
+    job, root, *words = sys.argv[1:]
     if job == "write":
         write(Path(root), float(words[0]), int(words[1]))
-        print(sum(path.stat().st_size for path in Path(root).glob("*.safetensors")))
     else:
         print(json.dumps(measure(words[0], root, words[1])))

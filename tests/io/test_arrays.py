@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from decodax.io import arrays
 from decodax.io.arrays import ArrayReader
 from decodax.io.files import Files
-from decodax.io.huge_pages import Blocks
+from decodax.io.huge_pages import HugeBlocks
 from decodax.models.weight_source import Columns, WeightSource
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (24, 20), "other": (24, 20), "vector": (24,), "number": (),
@@ -39,7 +39,7 @@ def test_parts_are_those_of_whole_tensors(stored: str, sizes: tuple[int, int], t
     draw = np.random.default_rng(0)
     tensors = {name: draw.standard_normal(shape).astype(jnp.dtype(stored)) for name, shape in SHAPES.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    blocks = Blocks(1 << 22)
+    blocks = HugeBlocks(1 << 22)
     with ArrayReader(Files(tmp_path)) as reader:
         for source, dtype in itertools.product(SOURCES, ("float32", "bfloat16", "float16")):
             each = [source.turned(tensors[name])[source.index] for name in source.tensors]
