@@ -305,7 +305,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         name_or_dir: a name such as "pycode", the path of a directory with config.json, safetensors and tokenizer.json,
             or the path of a `.gguf` file (`decodax[gguf]`), whose kernels stay packed in its own formats.
         dtype: dtype of weights and cache, "float32", "bfloat16" or "float16". None: float32 on CPU, else the stored
-            dtype. On CPU "bfloat16" and "float16" keep kernels of that dtype as they are in the file, in half the memory.
+            dtype. On CPU "bfloat16" and "float16" keep kernels of that dtype as the file has them, in half the memory.
         mesh: a mesh on which the weights are placed, with heads, MLP and vocabulary sharded over its axis "model";
             batches are sharded over its axis "data".
         context: number of positions that will be used; rotary scalings that depend on the length (dynamic, longrope)
