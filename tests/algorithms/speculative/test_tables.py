@@ -86,8 +86,8 @@ class SideBySide(Draft):
         return Proposal(tokens=joined([p.tokens for p in made]), live=joined([p.live for p in made]),
                         parents=joined(parents)), states
 
-    def observe(self, s, window, out, decision, state):
-        return tuple(d.observe(s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
+    def observe(self, params, s, window, out, decision, state):
+        return tuple(d.observe(params, s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
 
 
 @pytest.mark.full
@@ -204,7 +204,7 @@ def first_logits(draft, s, state):
 def learn(draft, s, window, logits, decision):
     """A draft's first state after a scored window with logits of its own making."""
     out = Out(hidden=logits, entries=(), head=lambda x: x)
-    return draft.observe(s, SimpleNamespace(**window), out, decision, draft.init(NONE, s))
+    return draft.observe(NONE, s, SimpleNamespace(**window), out, decision, draft.init(NONE, s))
 
 
 def test_the_ngram_model_is_witten_and_bells():
