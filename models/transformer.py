@@ -208,8 +208,7 @@ class Transformer(LayeredModel):
 
     def _apart(self) -> None:
         if self.config.shared:
-            raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
-                             "cannot run one by one")
+            raise ValueError("layers: some read or repeat the attention of others, so they cannot run one by one")
         if self.config.streams is not None:
             raise ValueError("layers: they have several residual streams, so they cannot run one by one")
         if self.config.stateful:
@@ -217,11 +216,9 @@ class Transformer(LayeredModel):
 
     def outputs(self, params: Weights, layer: int) -> Array:
         if self.config.values_of_key > 1:
-            raise ValueError("value_heads: got more than kv_heads, so the values of a query head are not projected by "
-                             "a single matrix")
+            raise ValueError("value_heads: got more than kv_heads, so several matrices project a head's values")
         if self.config.echoed:
-            raise ValueError("layers: some repeat the attention of others, so the attended values of a layer are "
-                             "projected by several matrices")
+            raise ValueError("layers: some repeat the attention of others, whose values several matrices project")
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache uses one rule for all rows
@@ -230,6 +227,9 @@ class Transformer(LayeredModel):
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params, self.dtype)
         return embedded(network.embed.get_value(), tokens, network.dtype)
+
+    def logits(self, params: Weights, hidden: Array) -> Array:
+        return _network(self.config, params, self.dtype).logits(hidden)
 
     def pieces(self, params: Weights) -> Pieces:
         self._apart()

@@ -131,6 +131,10 @@ class ShowsWeights(Model):
         """Returns the embeddings of the tokens `i32[B, W]`, on the scale of `Window.embeddings`: `f[B, W, D]`."""
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(self).__name__} does not")
 
+    def logits(self, params: PyTree, hidden: Array) -> Array:
+        """Returns the logits `f32[..., V]` of hidden states `f[..., D]` after the final norm."""
+        raise ValueError(f"logits: takes a model that gives its output head; {type(self).__name__} does not")
+
 
 class LayeredModel(ShowsWeights):
     """A model whose layers can be run one by one or left out, for methods that draft with some of the target's layers
@@ -279,6 +283,17 @@ def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
     if not isinstance(model, ShowsWeights):
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(model).__name__} does not")
     return model.embeddings(params, tokens)
+
+
+def logits_of(model: Any, params: PyTree, hidden: Array) -> Array:
+    """Returns the logits of hidden states, see `ShowsWeights.logits`.
+
+    Raises:
+        ValueError: the model does not give access to its output head.
+    """
+    if not isinstance(model, ShowsWeights):
+        raise ValueError(f"logits: takes a model that gives its output head; {type(model).__name__} does not")
+    return model.logits(params, hidden)
 
 
 def no_inputs(model: Model, inputs: PyTree) -> None:

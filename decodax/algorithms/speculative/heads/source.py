@@ -1,0 +1,201 @@
+"""Drafts with a trained head, which reads the hidden states that the target computes anyway.
+
+A head works on pairs of a feature and the embedding of the token after it (`decodax.models.drafters`). After a round the
+features of all accepted tokens are known, and the head's state is computed from them: what it computed from its own
+predictions while drafting is dropped. So the newest token, which the target has not processed yet, opens the next tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.common.axes import constrain
+from decodax.common.struct import Struct, short, struct
+from decodax.core.cache import Cache
+from decodax.core.capabilities import Draftable, tree_buffer, truncate
+from decodax.core.composed import data
+from decodax.core.loaded import network_of
+from decodax.core.mesh import heads
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params, embeddings, logits_of
+from decodax.core.window import Window, causal, take
+from decodax.models.drafters.head import DraftHead, Step
+
+
+@struct
+class HeadWeights(Struct):
+    """The weights of a drafter.
+
+    Attributes:
+        head: those of its network.
+        ids: `i32[Vd]`, the target's token for each of the head's logits; None: they are the target's.
+    """
+
+    head: Any
+    ids: Array | None = None
+
+
+@struct
+class HeadState(Struct):
+    """State of a head.
+
+    Attributes:
+        cache: keys and values of verified pairs; None for a head without attention.
+        hidden: `f[B, h]`, the head's hidden state for the newest token.
+        state: `f[B, d]`, its state there.
+        states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
+        scratch: within a round, the buffer with the keys and values of the nodes.
+    """
+
+    cache: Cache | None
+    hidden: Array
+    state: Array
+    states: Array | None = None
+    scratch: Draftable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedHead(Source):
+    """Drafts with a trained head.
+
+    Attributes:
+        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
+        head: the head's network.
+        weights: its `HeadWeights`.
+        vocab_size: number of logits of the target; None: that of the head.
+    """
+
+    __repr__ = short
+
+    model: Any
+    head: DraftHead
+    weights: Any = data()
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", network_of(self.model)[0])
+
+    def for_vocabulary(self, size: int) -> TrainedHead:
+        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
+        return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
+
+    @property
+    def reader(self) -> Self:
+        return self
+
+    def init(self, params: Params, s: State) -> HeadState:
+        if not isinstance(params.draft, HeadWeights):
+            raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
+        cache, dtype = None, self._dtype(params)
+        if self.head.kv_layers:
+            cache = self.head.init_cache(s.batch, s.cache.capacity, dtype)
+            cache = constrain(cache, heads(cache))
+        shapes = self._shapes(params, s.batch)
+        zeros = lambda x: jnp.zeros((s.batch, x.shape[2]), x.dtype)
+        return HeadState(cache=cache, hidden=zeros(shapes.hidden), state=zeros(shapes.state))
+
+    def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
+        if self.head.longest is not None and room + 1 > self.head.longest and not self.head.parallel:
+            raise ValueError(f"length: got a tree whose {room} nodes are expanded; the head drafts "
+                             f"{self.head.longest} tokens after one another")
+        scratch, cache = None, state.cache
+        if cache is not None:
+            # a row that goes on after its end keeps no pairs of tokens that were cut
+            cache = truncate(cache, s.length - 1)
+            scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+        states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
+        hidden, depth = state.hidden[:, None], jnp.zeros((s.batch, 1), jnp.int32)
+        return (state.replace(cache=cache, states=states, scratch=scratch),
+                Answer(self._logits(params, hidden, depth), hidden))
+
+    def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
+        assert state.states is not None
+        if level.chained and level.tokens.shape[1] > 1:
+            raise ValueError(f"draft: {type(self.head).__name__} computes the state of a node from that of its parent, "
+                             "so it does not take a chain of several nodes at once")
+        depth = level.positions - s.length[:, None] + 1
+        window = Window(tokens=level.tokens, positions=level.positions - 1, mask=level.inside,
+                        live=jnp.ones(level.tokens.shape, bool))
+        scratch = state.scratch
+        seen = None if scratch is None else scratch.replace(base=state.cache).seen_by(level.sees)
+        step = self._step(params, window, take(state.states, level.parents), depth, seen)
+        if scratch is not None:
+            assert seen is not None
+            scratch = seen.append(step.entries, window.positions, level.at).replace(base=None)
+        states = lax.dynamic_update_slice_in_dim(state.states, step.state, level.at + 1, 1)
+        return (state.replace(states=states, scratch=scratch),
+                Answer(self._logits(params, step.hidden, depth), step.hidden))
+
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: HeadState) -> HeadState:
+        features = self.head.features(out.hidden, out.layers)
+        if decision is None:                # a chunk of the prompt, whose tokens are all known
+            at = jnp.minimum(window.positions + 1, s.tokens.shape[1] - 1)
+            tokens, live = jnp.take_along_axis(s.tokens, at, 1), window.live
+            pairs = window.replace(tokens=tokens)
+        else:
+            features = take(features, decision.source)
+            tokens, index = decision.tokens, jnp.arange(decision.tokens.shape[1], dtype=jnp.int32)
+            live = (index < decision.count[:, None]) & (tokens >= 0) & s.running[:, None]
+            pairs = causal(jnp.maximum(tokens, 0), s.length - 1, live)
+        last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
+        cache = state.cache
+        if cache is None:                   # only the newest pair matters
+            at = jnp.maximum(last, 0)[:, None]
+            features = take(features, at)
+            pairs = causal(take(pairs.tokens, at), take(pairs.positions, at)[:, 0])
+        entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
+        step = self._step(params, pairs, entered, jnp.zeros_like(pairs.positions), cache)
+        if cache is not None:
+            # the slots depend on the step, or XLA on CPU copies the cache to protect its readers
+            kept = live & jnp.isfinite(step.hidden).all(-1)
+            cache = cache.commit(step.entries, jnp.where(kept, pairs.positions, -1))
+        at = jnp.zeros_like(last) if state.cache is None else jnp.maximum(last, 0)
+        newest = lambda new, old: jnp.where(last[:, None] >= 0, take(new, at[:, None])[:, 0], old)
+        return HeadState(cache=cache, hidden=newest(step.hidden, state.hidden), state=newest(step.state, state.state))
+
+    def _step(self, params: Params, window: Window, state: Array, depth: Array, cache: Any) -> Step:
+        """Runs the head on pairs: the tokens of a window, and the states before them."""
+        attend = None if cache is None else lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window,
+                                                                                           **options)
+        embedded = self._embedded(params, window.tokens)
+        return self.head.step(params.draft.head, embedded.astype(state.dtype), state, window.positions, depth, attend)
+
+    def _embedded(self, params: Params, tokens: Array) -> Array:
+        if self.head.own_embeddings:
+            return self.head.embeddings(params.draft.head, tokens)
+        return embeddings(self.model, params.target, tokens)
+
+    def _logits(self, params: Params, hidden: Array, depth: Array) -> Array:
+        """Returns logits over the target's vocabulary; tokens that the head does not know have -inf."""
+        own = hidden[:, :1] if self.head.parallel else hidden
+        logits = self.head.logits(params.draft.head, own, depth[:, :own.shape[1]],
+                                  lambda hidden: logits_of(self.model, params.target, hidden))
+        size, ids = self.vocab_size or logits.shape[-1], params.draft.ids
+        if ids is not None:
+            whole = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
+            logits = whole.at[..., ids].set(logits, mode="drop")
+        elif logits.shape[-1] != size:
+            spare = [(0, 0), (0, 0), (0, max(size - logits.shape[-1], 0))]
+            logits = jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :size]
+        return jnp.broadcast_to(logits, (*hidden.shape[:2], size))
+
+    def _dtype(self, params: Params) -> Any:
+        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(params.draft.head)
+                                 if jnp.issubdtype(x.dtype, jnp.floating)))
+
+    def _shapes(self, params: Params, batch: int) -> Step:
+        """Returns shapes and dtypes of the head's output for one pair of each of `batch` rows."""
+        def one(params: Params) -> Step:
+            cache = self.head.init_cache(batch, 1, self._dtype(params))
+            state = jnp.zeros((batch, 1, self.head.state_width), self._dtype(params))
+            nothing = jnp.zeros((batch, 1), jnp.int32)
+            return self._step(params, causal(nothing, nothing[:, 0]), state, nothing, cache)
+
+        return jax.eval_shape(one, params)
