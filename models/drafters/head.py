@@ -30,6 +30,10 @@ from decodax.models.blocks.attention import Attend
 from decodax.models.specs import weight_spec
 
 Weights = dict[str, Any]
+Embed = Callable[[Array], Array]
+"""Maps tokens `i32[B, W]` to their embeddings `f[B, W, D]`."""
+Depth = Array | int
+"""The depth of nodes, `i32[B, W]`, or one number for all."""
 
 
 @struct
@@ -77,16 +81,6 @@ class DraftHead(abc.ABC):
         return False
 
     @property
-    def own_logits(self) -> bool:
-        """True if the head has a vocabulary matrix; False if it uses the target's."""
-        return True
-
-    @property
-    def own_embeddings(self) -> bool:
-        """True if the head has an embedding table; False if it uses the target's."""
-        return False
-
-    @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """Shape of the keys and values of each layer; empty: the head needs no cache."""
         return ()
@@ -117,21 +111,23 @@ class DraftHead(abc.ABC):
         """Returns the state `f[B, W, d]` that stands for the target's features `f[B, W, F]`."""
 
     @abc.abstractmethod
-    def step(self, weights: Weights, embedded: Array, state: Array, positions: Array, depth: Array,
-             attend: Attend) -> Step:
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Attend | None) -> Step:
         """Runs the head on pairs.
 
         Args:
             weights: the head's weights.
-            embedded: `f[B, W, D]`, embeddings of the tokens.
+            tokens: `i32[B, W]`, the token of each pair.
+            embed: the target's embedding table.
             state: `f[B, W, d]`, a result of `enter`, or `Step.state` of the pairs before these.
             positions: `i32[B, W]`, positions of the features.
-            depth: `i32[B, W]`, number of drafted tokens up to the token of each pair: 0 for verified ones.
-            attend: attention to the head's cache and to the pairs, see `Cache.attend`.
+            depth: `i32[B, W]`, number of drafted tokens up to the token of each pair: 0 for verified ones. A number if
+                it is the same for all.
+            attend: attention to the head's cache and to the pairs, see `Cache.attend`; None for a head without one.
         """
 
     @abc.abstractmethod
-    def logits(self, weights: Weights, hidden: Array, depth: Array, head: Callable[[Array], Array]) -> Array:
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         """Returns the logits `f32[B, W, vocab]` for the token after each pair.
 
         Args:
@@ -140,10 +136,6 @@ class DraftHead(abc.ABC):
             depth: see `step`.
             head: the target's map from hidden states to logits.
         """
-
-    def embeddings(self, weights: Weights, tokens: Array) -> Array:
-        """Returns the embeddings `f[B, W, D]` of tokens `i32[B, W]`, of a head with `own_embeddings`."""
-        return weights["embed"][tokens]
 
 
 class ModuleHead(DraftHead):

@@ -19,7 +19,7 @@ from decodax.cache import KVLayer
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
-from decodax.models.drafters.head import ModuleHead, Step, Weights
+from decodax.models.drafters.head import Depth, Embed, ModuleHead, Step, Weights
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import STD, Linear, Norm, optional, weight
 
@@ -79,14 +79,6 @@ class RecurrentHead(ModuleHead):
         return self.config.width
 
     @property
-    def own_logits(self) -> bool:
-        return self.own_head
-
-    @property
-    def own_embeddings(self) -> bool:
-        return self.own_table
-
-    @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(kv_layers(self.config, None))
 
@@ -96,11 +88,14 @@ class RecurrentHead(ModuleHead):
     def enter(self, weights: Weights, features: Array) -> Array:
         return self.network(weights).enter(features)
 
-    def step(self, weights: Weights, embedded: Array, state: Array, positions: Array, depth: Array,
-             attend: Attend) -> Step:
-        return self.network(weights)(embedded, state, positions, attend)
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Attend | None) -> Step:
+        assert attend is not None
+        network = self.network(weights)
+        embedded = embed(tokens).astype(state.dtype) if network.embed is None else network.embed[...][tokens]
+        return network(embedded, state, positions, attend)
 
-    def logits(self, weights: Weights, hidden: Array, depth: Array, head: Callable[[Array], Array]) -> Array:
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         return self.network(weights).logits(hidden) if self.own_head else head(hidden)
 
 

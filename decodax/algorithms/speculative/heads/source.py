@@ -1,8 +1,8 @@
 """Drafts with a trained head, which reads the hidden states that the target computes anyway.
 
-A head works on pairs of a feature and the embedding of the token after it (`decodax.models.drafters`). After a round the
-features of all accepted tokens are known, and the head's state is computed from them: what it computed from its own
-predictions while drafting is dropped. So the newest token, which the target has not processed yet, opens the next tree.
+A head works on pairs of a feature and the token after it (`decodax.models.drafters`). After a round the features of all
+accepted tokens are known, and the head's state is computed from them: what it computed from its own predictions while
+drafting is dropped. So the newest token, which the target has not processed yet, opens the next tree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
-from decodax.models.drafters.head import DraftHead, Step
+from decodax.models.drafters.head import Depth, DraftHead, Step
 
 
 @struct
@@ -110,9 +110,9 @@ class TrainedHead(Source):
             cache = truncate(cache, s.length - 1)
             scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
-        hidden, depth = state.hidden[:, None], jnp.zeros((s.batch, 1), jnp.int32)
+        hidden = state.hidden[:, None]
         return (state.replace(cache=cache, states=states, scratch=scratch),
-                Answer(self._logits(params, hidden, depth), hidden))
+                Answer(self._logits(params, hidden, 0), hidden))
 
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
         assert state.states is not None
@@ -151,7 +151,7 @@ class TrainedHead(Source):
             features = take(features, at)
             pairs = causal(take(pairs.tokens, at), take(pairs.positions, at)[:, 0])
         entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
-        step = self._step(params, pairs, entered, jnp.zeros_like(pairs.positions), cache)
+        step = self._step(params, pairs, entered, 0, cache)
         if cache is not None:
             # the slots depend on the step, or XLA on CPU copies the cache to protect its readers
             kept = live & jnp.isfinite(step.hidden).all(-1)
@@ -160,23 +160,18 @@ class TrainedHead(Source):
         newest = lambda new, old: jnp.where(last[:, None] >= 0, take(new, at[:, None])[:, 0], old)
         return HeadState(cache=cache, hidden=newest(step.hidden, state.hidden), state=newest(step.state, state.state))
 
-    def _step(self, params: Params, window: Window, state: Array, depth: Array, cache: Any) -> Step:
+    def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> Step:
         """Runs the head on pairs: the tokens of a window, and the states before them."""
         attend = None if cache is None else lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window,
                                                                                            **options)
-        embedded = self._embedded(params, window.tokens)
-        return self.head.step(params.draft.head, embedded.astype(state.dtype), state, window.positions, depth, attend)
+        return self.head.step(params.draft.head, window.tokens, lambda x: embeddings(self.model, params.target, x),
+                              state, window.positions, depth, attend)
 
-    def _embedded(self, params: Params, tokens: Array) -> Array:
-        if self.head.own_embeddings:
-            return self.head.embeddings(params.draft.head, tokens)
-        return embeddings(self.model, params.target, tokens)
-
-    def _logits(self, params: Params, hidden: Array, depth: Array) -> Array:
+    def _logits(self, params: Params, hidden: Array, depth: Depth) -> Array:
         """Returns logits over the target's vocabulary; tokens that the head does not know have -inf."""
-        own = hidden[:, :1] if self.head.parallel else hidden
-        logits = self.head.logits(params.draft.head, own, depth[:, :own.shape[1]],
-                                  lambda hidden: logits_of(self.model, params.target, hidden))
+        own = 1 if self.head.parallel else hidden.shape[1]
+        logits = self.head.logits(params.draft.head, hidden[:, :own], depth if isinstance(depth, int) else
+                                  depth[:, :own], lambda hidden: logits_of(self.model, params.target, hidden))
         size, ids = self.vocab_size or logits.shape[-1], params.draft.ids
         if ids is not None:
             whole = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
@@ -196,6 +191,6 @@ class TrainedHead(Source):
             cache = self.head.init_cache(batch, 1, self._dtype(params))
             state = jnp.zeros((batch, 1, self.head.state_width), self._dtype(params))
             nothing = jnp.zeros((batch, 1), jnp.int32)
-            return self._step(params, causal(nothing, nothing[:, 0]), state, nothing, cache)
+            return self._step(params, causal(nothing, nothing[:, 0]), state, 0, cache)
 
         return jax.eval_shape(one, params)
