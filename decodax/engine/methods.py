@@ -16,6 +16,7 @@ from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
+from decodax.io.drafters import load_drafter
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
 
@@ -169,7 +170,8 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     """Returns the algorithm of an entry with options. It is cached for the same models and options, since some
     algorithms run measurements when they are made."""
     draft = given.draft if draft is None else draft
-    draft = model(draft) if isinstance(draft, (str, os.PathLike)) else draft
+    if isinstance(draft, (str, os.PathLike)):
+        draft = load_drafter(draft, lm) if given.entry.needs == "a trained drafter" else model(draft)
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
     if draft is None and given.entry.takes_draft:

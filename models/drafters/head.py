@@ -67,6 +67,11 @@ class DraftHead(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def target_width(self) -> int:
+        """Width `D` of the target's hidden states."""
+
+    @property
+    @abc.abstractmethod
     def state_width(self) -> int:
         """Width `d` of the head's state."""
 

@@ -75,6 +75,10 @@ class RecurrentHead(ModuleHead):
                              f"{self.config.width}, is another one")
 
     @property
+    def target_width(self) -> int:
+        return self.feature_width or self.config.width
+
+    @property
     def state_width(self) -> int:
         return self.config.width
 

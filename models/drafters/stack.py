@@ -52,6 +52,10 @@ class StackedHead(ModuleHead):
     heads: int
 
     @property
+    def target_width(self) -> int:
+        return self.width
+
+    @property
     def longest(self) -> int:
         return self.heads
 

@@ -77,6 +77,11 @@ class Source(Drafter, abc.ABC):
         """Default shape of the tree, if the user gives none; None: a chain."""
         return None
 
+    @property
+    def longest(self) -> int | None:
+        """Largest number of drafts on a path; None: any."""
+        return None
+
     @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         """Begins a tree. Returns the state with space for `room` nodes, and the answer for the newest token (`w` is
@@ -105,6 +110,10 @@ class SourceAround(AroundSource, Source):
     @property
     def reader(self) -> Self | None:
         return None if self.source.reader is None else self
+
+    @property
+    def longest(self) -> int | None:
+        return self.source.longest
 
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         source, answer = self.source.extend(params, s, state.source, level)

@@ -8,6 +8,7 @@ drafting is dropped. So the newest token, which the target has not processed yet
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, Self
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.common.arguments import shown
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
@@ -25,6 +27,7 @@ from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
+from decodax.io.drafters import TrainedDrafter, load_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, Step
 
 
@@ -89,6 +92,10 @@ class TrainedHead(Source):
     def reader(self) -> Self:
         return self
 
+    @property
+    def longest(self) -> int | None:
+        return self.head.longest
+
     def init(self, params: Params, s: State) -> HeadState:
         if not isinstance(params.draft, HeadWeights):
             raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
@@ -101,9 +108,6 @@ class TrainedHead(Source):
         return HeadState(cache=cache, hidden=zeros(shapes.hidden), state=zeros(shapes.state))
 
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
-        if self.head.longest is not None and room + 1 > self.head.longest and not self.head.parallel:
-            raise ValueError(f"length: got a tree whose {room} nodes are expanded; the head drafts "
-                             f"{self.head.longest} tokens after one another")
         scratch, cache = None, state.cache
         if cache is not None:
             # a row that goes on after its end keeps no pairs of tokens that were cut
@@ -194,3 +198,32 @@ class TrainedHead(Source):
             return self._step(params, causal(nothing, nothing[:, 0]), state, 0, cache)
 
         return jax.eval_shape(one, params)
+
+
+def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
+    """Returns the source of drafts for a target, from a drafter that was trained for one of the methods `systems`.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods, the most likely first.
+
+    Raises:
+        ValueError: none is given and none is shipped, or it is one of another method or for another target.
+    """
+    if draft is None:
+        found = next((path for system in systems if (path := shipped_drafter(system, lm.name))), None)
+        if found is None:
+            raise ValueError(f"draft: {systems[0]!r} needs a drafter that was trained for {lm.name!r}, and none is "
+                             "shipped; takes draft=decodax.load_drafter(DIRECTORY, lm)")
+        draft = found
+    if isinstance(draft, (str, os.PathLike)):
+        draft = load_drafter(draft)
+    if not isinstance(draft, TrainedDrafter):
+        raise ValueError(f"draft: got {shown(draft)}, {systems[0]!r} takes a trained drafter, from "
+                         "decodax.load_drafter")
+    if draft.system not in systems:
+        raise ValueError(f"draft: got one of {draft.system!r}, {systems[0]!r} takes one of "
+                         f"{' or '.join(map(repr, systems))}")
+    draft.check(lm)
+    return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
