@@ -47,6 +47,7 @@ class RecurrentHead(ModuleHead):
         feeds_back: the state that is fed back, before or after the final norm.
         own_head: True if the head has a vocabulary matrix.
         own_table: True if the head has an embedding table.
+        table_size: number of rows of that table; None: `vocab`.
         drop_first: True replaces the embedding by zeros at position 0 (DeepSeek-V3).
     """
 
@@ -64,6 +65,7 @@ class RecurrentHead(ModuleHead):
     feeds_back: Literal["before norm", "after norm"] = "after norm"
     own_head: bool = False
     own_table: bool = False
+    table_size: int | None = None
     drop_first: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +130,7 @@ class RecurrentNetwork(nnx.Module):
             first.attn_in = None
         self.norm = norm(c.width) if h.final_norm else None
         self.lm_head = Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias) if h.own_head else None
-        self.embed = weight(rngs, (c.vocab, wide), ("vocab", "embed")) if h.own_table else None
+        self.embed = weight(rngs, (h.table_size or c.vocab, wide), ("vocab", "embed")) if h.own_table else None
 
     def enter(self, features: Array) -> Array:
         """Returns the states for the target's features."""

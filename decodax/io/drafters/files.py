@@ -18,6 +18,8 @@ import numpy as np
 from jax import Array
 
 import decodax.models
+from decodax.io.drafters.eagle import FeedsBack, LayerIds
+from decodax.io.drafters.published import read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
@@ -89,13 +91,18 @@ def _found(path: str | os.PathLike[str]) -> Path:
 
 
 def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
-                 dtype: jax.typing.DTypeLike | None = None) -> TrainedDrafter:
-    """Loads a trained drafter.
+                 dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
+                 feeds_back: FeedsBack | None = None) -> TrainedDrafter:
+    """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra, IBM's
+    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA).
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
         target: the target, a result of `decodax.load`, which the drafter is checked against; None: no check.
-        dtype: dtype of the weights; None: that of the target's weights on an accelerator, and float32 on CPU.
+        dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.
+        layer_ids: for EAGLE-3, whether the file's layers of the target are named by their "outputs" or their "inputs";
+            None: as its producer does, if that is known.
+        feeds_back: for EAGLE-3, the state that is fed back; None: as its producer does, if that is known.
 
     Raises:
         ValueError: the directory holds no drafter, a tensor is missing or has another shape, or the drafter does not
@@ -105,13 +112,13 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     if not (path / "config.json").is_file():
         raise CheckpointError(f"directory: {path} has no config.json, takes the directory of a trained drafter")
     config = read_json(path / "config.json")
-    if ENTRY not in config:
-        raise CheckpointError(f"directory: {path} is not in a layout of drafters that is supported (architectures "
-                              f"{config.get('architectures')})")
-    head = decoded(config["head"])
     kind = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
-    params, ids = _read(path, head, kind)
-    made = TrainedDrafter(config[ENTRY], head, params, ids, str(directory))
+    if ENTRY in config:
+        head = decoded(config["head"])
+        made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
+    else:
+        depth = getattr(getattr(target, "model", None), "depth", None)
+        made = TrainedDrafter(*read_published(path, kind, depth, layer_ids, feeds_back), str(directory))
     if target is not None:
         made.check(target)
     return made
