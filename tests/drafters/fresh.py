@@ -11,7 +11,7 @@ from decodax.train.drafter_systems import objective_of
 TRAINED_FOR = {"eagle-2": "eagle", "mtp": "fastmtp"}
 """The method whose drafter an entry takes, where it is not the entry's own."""
 
-NAMES = [name for name, entry in ALGORITHMS.items() if entry.needs == "a trained drafter" and not entry.alias_of]
+NAMES = [name for name, entry in ALGORITHMS.items() if entry.needs == "a trained drafter"]
 
 
 def fresh(name: str, lm: Any) -> TrainedDrafter:
