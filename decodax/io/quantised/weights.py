@@ -205,8 +205,8 @@ def _fill(file: TensorReader, name: str, source: WeightSource, goal: np.ndarray)
         return
     row = int(np.prod(source.full[1:], dtype=np.int64))
     step = max(CHUNK // max(row, 1), 1)
-    # By rows of the file: outputs of a kernel that is turned, else inputs, of which all are taken.
-    onto = np.swapaxes(goal, -1, -2) if source.transpose and goal.ndim == 2 else goal
+    # By rows of the file: outputs of a kernel or convolution that is turned, else inputs, of which all are taken.
+    onto = goal.T if source.transpose else goal
     taken = source.part is not None and source.part.indices(0, goal.shape[-1])
     rows = taken if taken is not False and (source.transpose or goal.ndim == 1) else np.arange(source.full[0])
     columns = taken if taken is not False and rows is not taken else slice(None)
