@@ -126,7 +126,7 @@ def test_logits_of_a_canvas(lm: Any, reference: Any, seed: int) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("settings", [
-    {"steps": 8, "confidence_threshold": 1.5, "stability_threshold": 2, "temperatures": (1.0, 0.2)},
+    {"steps": 8, "confidence_threshold": 2.5, "stability_threshold": 2, "temperatures": (1.0, 0.2)},
     {"steps": 7, "confidence_threshold": 2.0, "stability_threshold": 0, "entropy_bound": 1.0},
     {"steps": 10, "confidence_threshold": 1.5, "entropy_bound": 3.0, "temperatures": (0.5, 0.2)}],
     ids=["long", "confident", "early"])
