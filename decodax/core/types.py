@@ -39,6 +39,8 @@ class Out:
         layers: `f[B, W, D]` after each layer, before the final norm; None if the model does not return them. Unused
             ones cost nothing, since the compiler removes them.
         norm: maps an element of `layers` to an input of `head` (the final norm).
+        expect: maps probabilities `f[..., V]` to the expected embedding `f[..., D]`; None if the model has no
+            self-conditioning.
     """
 
     hidden: Array
@@ -46,6 +48,7 @@ class Out:
     head: Callable[[Array], Array]
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
+    expect: Callable[[Array], Array] | None = None
 
     def rows(self, rows: Array) -> Out:
         """Returns the output for the rows `rows` (`i32[B']`)."""
@@ -207,6 +210,21 @@ class PartialForward:
 
 
 jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"])
+
+
+@struct
+class CanvasNodes(Struct):
+    """A hint (`Window.hints`) for models that read their last predictions on a canvas (self-conditioning).
+
+    Attributes:
+        inside: `bool[B, W]`, nodes of the canvas.
+        start: `i32[B]`, position of the canvas's first node.
+        expected: `f[B, W, D]`, expected embedding under the last prediction at each node; 0 in the first step.
+    """
+
+    inside: Array
+    start: Array
+    expected: Array
 
 
 @struct

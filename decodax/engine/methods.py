@@ -8,6 +8,7 @@ import inspect
 import os
 from typing import Any
 
+from decodax.algorithms.diffusion.samplers.diffusion_gemma import diffusion_gemma
 from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.algorithms.plain import Autoregressive
 from decodax.common.arguments import shown
@@ -131,7 +132,8 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     if isinstance(given, Configured) and given.entry.shelf == ALGORITHMS.kind:
         method = _built(given, lm, draft, rows)
     elif given is None:
-        method = Autoregressive() if lm.diffusion is None else llada(lm)
+        method = Autoregressive() if lm.diffusion is None else llada(lm) if lm.diffusion.mask is not None else (
+            diffusion_gemma(lm))
     elif isinstance(given, type):
         raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
     elif not isinstance(given, Algorithm):
