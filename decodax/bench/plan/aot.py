@@ -101,7 +101,7 @@ def skipped(s: Setup, program: Program) -> int:
     reads = kv_reads(s) if calls else []
     if len(calls) != len(reads):        # a cache of another kind than dense
         return 0
-    from decodax.pallas_kernels.window_attention import tpu     # imports Pallas
+    from decodax.pallas_kernels.window_attention import tpu  # imports Pallas
 
     total = 0
     for read in reads:
