@@ -92,9 +92,11 @@ def test_time_steps_have_bounds() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("entries", [LFM2, NEMOTRON], ids=lambda c: c["model_type"])
-def test_samples_and_beams_take_their_states_along(entries: dict[str, Any]) -> None:
-    model = Transformer(read_config(entries))
+@pytest.mark.parametrize("config", [read_config(LFM2), read_config(NEMOTRON), DecoderConfig(**{
+    **vars(BASE), "layers": (Layer(recurrent=GatedDelta(2, 4, 6, 4)), BASE.layers[1])})],
+    ids=["short convolutions", "Mamba-2", "gated delta rule"])
+def test_samples_and_beams_take_their_states_along(config: DecoderConfig) -> None:
+    model = Transformer(config)
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
     lm, prompts = LM(model=model, params=params, vocab_size=16), [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
     tokens = lambda prompts, **options: dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[], seed=5,
