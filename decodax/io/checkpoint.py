@@ -187,9 +187,9 @@ def _no_format(root: Path, weights: str | Format | None) -> None:
 
 
 def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
-                         weights: str | Format | None = None) -> tuple[EncoderDecoder, Weights]:
-    """Loads an encoder-decoder from a model directory onto the first device. Arguments and errors are those of
-    `load_model`."""
+                         mesh: Mesh | None = None, weights: str | Format | None = None
+                         ) -> tuple[EncoderDecoder, Weights]:
+    """Loads an encoder-decoder from a model directory. Arguments and errors are those of `load_model`."""
     asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
@@ -207,11 +207,12 @@ def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DT
     for head in encoder_decoder.HEADS if config.tied else ():
         _check_tied(files, table, head)
     name = asked or DTYPES[files.slice(table).get_dtype()]
-    here = _first_device()
+    model = EncoderDecoder(config, dtype=name)
+    on = dict.fromkeys(where, _first_device()) if mesh is None else flatten(model.shardings(mesh))
     packs = lambda path: (path.endswith(".kernel") and ".conv" not in path) or (path == "embed" and config.tied)
-    loaded = {path: _load(files, source, shape_of(source), name, here, packing if packs(path) else None,
+    loaded = {path: _load(files, source, shape_of(source), name, on[path], packing if packs(path) else None,
                           path == "embed") for path, source in where.items()}
-    return EncoderDecoder(config, dtype=name), nested(loaded)
+    return model, nested(loaded)
 
 
 RECURRENT: dict[str, tuple[Any, Any, Any]] = {

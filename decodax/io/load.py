@@ -349,15 +349,18 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             Path(tokenizer), needed=True)
     model: Any
     recurrent = recurrent_type(config)
-    own: Any = load_recurrent if recurrent else load_encoder_decoder if config.get(
-        "model_type") in ENCODER_DECODERS else None
-    if own is not None:
-        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
-                None: "an encoder-decoder"}[recurrent]
+    encodes = config.get("model_type") in ENCODER_DECODERS
+    if encodes and context is not None:
+        raise ValueError(f"context: got one for {path.name!r}, takes None: an encoder-decoder has no context length to "
+                         "set")
+    if recurrent is not None:
+        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X"}[recurrent]
         if mesh is not None or context is not None:
             raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}, takes None: {kind} "
                              "runs on one device and has no context length to set")
-        model, params = own(path, dtype=dtype, weights=weights)
+        model, params = load_recurrent(path, dtype=dtype, weights=weights)
+    elif encodes:
+        model, params = load_encoder_decoder(path, dtype=dtype, mesh=mesh, weights=weights)
     else:
         # last, since it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
