@@ -3,6 +3,7 @@
     python scripts/benchmark.py rounds                        # the README's figures, ten minutes on two idle cores
     python scripts/benchmark.py rounds --only batch capacity --repeats 3
     python scripts/benchmark.py weights --formats int8        # needs `pip install xllamacpp gguf` for llama.cpp
+    python scripts/benchmark.py load --size 3.8
     python scripts/benchmark.py caches --policies snapkv:budget=1024 h2o:budget=1024 --layers 4
     python scripts/benchmark.py caches --shared 1024 --batch 32 --policies hydragen
     python scripts/benchmark.py beams
@@ -12,9 +13,8 @@
     python scripts/benchmark.py tpu --shape 8b 1b --mesh 1x8 2x4 --policy greedy top-p
     python scripts/benchmark.py presets lfm2-1.2b phi-4
 
-`rounds`, `weights` and `beams` need the test extra (torch, transformers); `tpu` and `presets` need the extra `tpu-aot`
-and no TPU.
-`benchmark.py NAME --help` lists the options.
+`rounds`, `weights`, `load` and `beams` need the test extra (torch, transformers); `tpu` and `presets` need the extra
+`tpu-aot` and no TPU. `benchmark.py NAME --help` lists the options.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ BENCHMARKS = {
                       new=128, json=Path),
     "weights": Command("formats of weights against float32 arrays and llama.cpp, on a CPU", formats=(str,), file=Path,
                        repeats=5, new=128),
+    "load": Command("loading a checkpoint against transformers: time and memory",
+                    size=dict(default=3.8, type=float, help="gigabytes of the checkpoint"),
+                    width=dict(default=2048, type=int, help="width of its model"), repeats=3, scratch=Path),
     "caches": Command("memory and time of cache policies against dense caches", policies=POLICIES, batch=8, prompt=4096,
                       held=512, shared=int, new=128, layers=12, repeats=12),
     "beams": Command("a step of beam search against samples and transformers", beams=4, new=64, repeats=7),
@@ -59,6 +62,7 @@ BENCHMARKS = {
 MEANING = {
     "only": "comparisons to run", "repeats": "times that each side runs", "new": "new tokens (of jobs: log-normal)",
     "json": "file for the figures and all times", "formats": "formats of weights (default: those that need no data)",
+    "scratch": "directory for the checkpoint (default: that of temporary files)",
     "file": "a GGUF file, which takes the place of the random weights",
     "policies": "cache policies, NAME[:OPTION=VALUE,...]", "batch": "rows", "prompt": "tokens of the longest prompt",
     "held": "tokens of the prompts of the dense cache that times are compared with",
@@ -90,7 +94,7 @@ HOME = dict.fromkeys(("caches", "beams", "constraints", "jobs"), "calls")
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status."""
     args = commands.parser(__doc__, BENCHMARKS, MEANING, "Measures").parse_args(argv)
-    if args.command in ("rounds", "weights", "tpu", "presets"):
+    if args.command in ("rounds", "weights", "load", "tpu", "presets"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return commands.run("benchmark.py", args, lambda args: importlib.import_module(
         f"benchmarks.{HOME.get(args.command, args.command)}").main(args))

@@ -6,7 +6,6 @@ of a tensor is read separately, cast once and put on the device.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import warnings
@@ -23,7 +22,9 @@ from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, named_tensors, read_json
 from decodax.io.mxfp4 import mxfp4_sources, packed_tensors, packs_mxfp4
 from decodax.io.quantised import read_scheme, refuse_quantised
+from decodax.io.quantised.tensors import TensorReader
 from decodax.io.quantised.weights import find_layers, load_weights
+from decodax.io.weights import DTYPES, Loader, load_all
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.encoder_decoder import names as encoder_decoder
@@ -56,10 +57,7 @@ from decodax.models.recurrent.rwkv7 import sources as rwkv7_sources
 from decodax.models.recurrent.rwkv_x import RwkvX, read_rwkv_x
 from decodax.models.recurrent.rwkv_x import sources as rwkv_x_sources
 from decodax.models.transformer import Transformer, Weights
-from decodax.models.weight_source import WeightSource, nested, shape_of
-
-DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The default dtype of weights for each stored dtype."""
+from decodax.models.weight_source import WeightSource, nested
 
 ROUNDED = "rounded_states"
 """Key in config.json: True for a Mamba-2 of `decodax.models.formats.quamba2`, with 8-bit activations and states."""
@@ -140,9 +138,11 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     if plan is not None:
         return model, load_weights(files, plan, where, shapes, name, on)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    loaded = [coded[path].load(files, on[path]) if path in coded else
-              _load(files, where[path], leaf.shape, stored_dtype(path, name), on[path],
-                    packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
+    leaves = flatten(shapes)
+    with Loader(files, [leaf.shape for leaf in leaves.values()], name) as loader:
+        loaded = [coded[path].load(files, on[path]) if path in coded else
+                  loader.load(where[path], leaf.shape, stored_dtype(path, name), on[path],
+                              packing if path in chosen else None, path == "embed") for path, leaf in leaves.items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
@@ -208,11 +208,8 @@ def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DT
         _check_tied(files, table, head)
     name = asked or DTYPES[files.slice(table).get_dtype()]
     model = EncoderDecoder(config, dtype=name)
-    on = dict.fromkeys(where, _first_device()) if mesh is None else flatten(model.shardings(mesh))
     packs = lambda path: (path.endswith(".kernel") and ".conv" not in path) or (path == "embed" and config.tied)
-    loaded = {path: _load(files, source, shape_of(source), name, on[path], packing if packs(path) else None,
-                          path == "embed") for path, source in where.items()}
-    return model, nested(loaded)
+    return model, load_all(files, where, name, packing, packs, None if mesh is None else flatten(model.shardings(mesh)))
 
 
 RECURRENT: dict[str, tuple[Any, Any, Any]] = {
@@ -251,12 +248,9 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
     if config.tied:
         _check_tied(files, table, "lm_head.weight")
     name = asked or DTYPES[files.slice(table).get_dtype()]
-    here = _first_device()
     packs = lambda path: packing is not None and packing.packs(path) and (
         path.endswith(".kernel") or (path == "embed" and config.tied))
-    loaded = {path: _load(files, source, shape_of(source), name, here, packing if packs(path) else None,
-                          path == "embed") for path, source in where.items()}
-    return network(config, dtype=name), nested(loaded)
+    return network(config, dtype=name), load_all(files, where, name, packing, packs)
 
 
 def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Config, dtype: str | None,
@@ -333,58 +327,11 @@ def _check_tied(files: Files, embed: str, head: str) -> None:
     """Checks that a stored output head `head` equals the embedding `embed`, for a model with tied embeddings."""
     if head not in files.home:
         return
-    one, other = files.slice(embed), files.slice(head)
-    rows = one.get_shape()[0]
-    parts = (slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
-    same = one.get_shape() == other.get_shape() and other.get_dtype() in DTYPES and all(
-        np.array_equal(one[part], other[part]) for part in parts)
+    with TensorReader(files) as file:
+        rows = file.shape(embed)[0]
+        parts = (np.arange(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
+        same = file.shape(embed) == file.shape(head) and file.dtype(head) in DTYPES and all(
+            np.array_equal(file.rows(embed, part), file.rows(head, part)) for part in parts)
     if not same:
         raise CheckpointError(f"{files.home[head]}: tensor {head} differs from {embed}, but config.json has "
                               "tie_word_embeddings = true; set it to false if the model has its own head")
-
-
-def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str, place: jax.sharding.Sharding,
-          packing: Format | None = None, table: bool = False) -> Any:
-    """Loads one weight. Each device's part is read and cast separately; devices with the same part share one read.
-
-    Args:
-        files: the files of the directory.
-        source: the tensors that make up the weight.
-        shape: shape of the weight.
-        name: its dtype.
-        place: its sharding.
-        packing: the format in which it is packed; None: an array.
-        table: True for an embedding table, `[outputs, inputs]`.
-    """
-    parts: dict[Any, np.ndarray] = {}
-    stored = DTYPES[files.slice(source.tensors[0]).get_dtype()]
-    dtype = np.dtype(jnp.dtype(name if packing is None else stored))
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-        if bounds not in parts:
-            parts[bounds] = np.asarray(_read(files, source, bounds), dtype, order="C")
-        return parts[bounds]
-
-    whole = jax.make_array_from_callback(shape, place, read)
-    return whole if packing is None else packed_files.packer(packing, table, shape, dtype, place)(whole)
-
-
-def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Reads the part of a weight within `bounds`, a pair of start and end for each axis."""
-    if len(bounds) > len(source.full):
-        return np.stack([_read(files, dataclasses.replace(source, tensors=(tensor,)), bounds[1:])
-                         for tensor in source.tensors[slice(*bounds[0])]])
-    if not source.full:
-        return np.asarray(files.slice(source.tensors[0])[...])
-    columns: Any = slice(None)
-    if source.part is not None:
-        # One slice of the file from the first column to the last, of which some are taken.
-        chosen = source.part.indices(*bounds[-1])
-        first, last = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
-        bounds = (*bounds[:-1], (first, last))
-        columns = slice(None) if last - first == len(chosen) else chosen - first
-    # Some files have a first axis of length 1 that the weight does not have.
-    extra = max(len(source.full) - len(bounds), 0)
-    index = (slice(0, 1),) * extra + tuple(slice(*b) for b in bounds)
-    return source.turned(files.slice(source.tensors[0])[source.turned(index)])[(0,) * extra][..., columns]

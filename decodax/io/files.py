@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +20,13 @@ from safetensors.numpy import save_file
 from decodax.models.names import unwrapped
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes of floats by their names in safetensors."""
+
+DTYPES = {**FLOATS, "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8", "U8": "uint8",
+          "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32", "I64": "int64", "BOOL": "bool"}
+"""Dtypes of tensors that can be read."""
 
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
 """Weight files in formats that cannot be read."""
@@ -51,6 +59,7 @@ class Files:
         paths = sorted({root / name for name in promised.values()}) or [root / ONE]
         homes: dict[str, Path] = {}
         self.handles: dict[Path, Any] = {}
+        self._starts: dict[Path, dict[str, int]] = {}
         for path in paths:
             try:
                 self.handles[path] = safe_open(path, "np")
@@ -87,6 +96,17 @@ class Files:
     def slice(self, tensor: str) -> Any:
         """Returns the tensor as an object of safetensors that reads the parts by which it is indexed."""
         return self.handles[self.home[tensor]].get_slice(self.stored[tensor])
+
+    def start(self, tensor: str) -> int:
+        """Returns the offset in bytes of a tensor's entries in its file."""
+        path = self.home[tensor]
+        if path not in self._starts:
+            with open(path, "rb") as file:
+                length, = struct.unpack("<Q", file.read(8))
+                head = json.loads(file.read(length))
+            self._starts[path] = {name: 8 + length + entry["data_offsets"][0] for name, entry in head.items()
+                                  if name != "__metadata__"}
+        return self._starts[path][self.stored[tensor]]
 
 
 def _weight_map(path: Path) -> dict[str, str]:

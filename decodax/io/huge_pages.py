@@ -25,6 +25,51 @@ ALIGNMENT = 64
 """Alignment in bytes at which XLA uses an array's memory without copying it."""
 
 
+class HugeBlocks:
+    """Memory for arrays side by side in huge pages. JAX uses it without a copy on CPU.
+
+    Attributes:
+        left: bytes that are still to come. If it is less than a page at first, or the system has no huge pages, each
+            array has memory of its own.
+    """
+
+    def __init__(self, left: int):
+        self.left = left
+        self._huge = sys.platform.startswith("linux") and left >= PAGE
+        self._block, self._at = np.empty(0, np.uint8), 0
+        self._ranges: list[range] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Returns an array that is not filled yet."""
+        kind = np.dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        if not self._huge:
+            return _aligned(size).view(kind).reshape(shape)
+        if size > len(self._block) - self._at:
+            self._block, self._at = _block(max(min(self.left, BLOCK), size)), 0
+            self._ranges.append(range(start := self._block.ctypes.data, start + len(self._block)))
+        found = self._block[self._at:self._at + size].view(kind).reshape(shape)
+        self.left, self._at = self.left - size, self._at + -(-size // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def moved(self, params: Any) -> Any:
+        """Returns a pytree with its arrays on one CPU device in these blocks; others stay where they are."""
+        return jax.tree.map(lambda x: self._moved(x) if self._huge and on_cpu(x) else x, params)
+
+    def _moved(self, x: jax.Array) -> jax.Array:
+        if any(x.unsafe_buffer_pointer() in own for own in self._ranges):
+            return x
+        old = np.asarray(x)
+        new = self.empty(old.shape, old.dtype)
+        np.copyto(new, old)
+        return jax.device_put(new, next(iter(x.devices())))
+
+
+def on_cpu(x: Any) -> bool:
+    """Returns True for an array with entries on one CPU device."""
+    return isinstance(x, jax.Array) and x.size > 0 and [device.platform for device in x.devices()] == ["cpu"]
+
+
 def move(leaves: list[Any]) -> None:
     """Copies the arrays in a list to huge pages and replaces them in the list. The memory of each array is freed before
     the next one is copied.
@@ -32,23 +77,9 @@ def move(leaves: list[Any]) -> None:
     Arrays that are not on one CPU device are not moved. No array is moved if the system has no huge pages, or if all
     arrays together are smaller than one page.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    here = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and x.size
-            and [device.platform for device in x.devices()] == ["cpu"]]
-    left = sum(np.asarray(leaves[i]).nbytes for i in here)
-    if left < PAGE:
-        return
-    block, at = np.empty(0, np.uint8), 0
-    for i in here:
-        old = np.asarray(leaves[i])
-        size = old.nbytes
-        if size > len(block) - at:
-            block, at = _block(max(min(left, BLOCK), size)), 0
-        new = block[at:at + size].view(old.dtype).reshape(old.shape)
-        np.copyto(new, old)
-        left, at = left - size, at + -(-size // ALIGNMENT) * ALIGNMENT
-        leaves[i] = jax.device_put(new, next(iter(leaves[i].devices())))
+    blocks = HugeBlocks(sum(np.asarray(x).nbytes for x in leaves if on_cpu(x)))
+    for i in range(len(leaves)):
+        leaves[i] = blocks.moved(leaves[i])
 
 
 def moved(params: Any) -> Any:
@@ -61,13 +92,14 @@ def moved(params: Any) -> Any:
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without a copy."""
-    kind = np.dtype(dtype)
-    size = math.prod(shape) * kind.itemsize
-    if sys.platform.startswith("linux") and size >= PAGE:
-        return _block(size)[:size].view(kind).reshape(shape)
+    return HugeBlocks(math.prod(shape) * np.dtype(dtype).itemsize).empty(shape, dtype)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Returns `size` bytes of plain memory, `u8[size]`."""
     own = np.empty(size + ALIGNMENT, np.uint8)
     start = -own.ctypes.data % ALIGNMENT
-    return own[start:start + size].view(kind).reshape(shape)
+    return own[start:start + size]
 
 
 def _block(size: int) -> np.ndarray:

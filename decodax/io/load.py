@@ -22,7 +22,6 @@ from decodax.common.ids import named
 from decodax.common.registry import Entry
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
-from decodax.io import huge_pages
 from decodax.io.checkpoint import (
     dtype_name,
     load_diffusion,
@@ -337,8 +336,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     if path.is_file():
         return _load_gguf(path, dtype, mesh, context, tokenizer, weights, adapter)
     config = read_json(path / "config.json")
-    quantised = quantization(path, config) is not None
-    packed = weights is not None or quantised or ENTRY in config
+    packed = weights is not None or quantization(path, config) is not None or ENTRY in config
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
     elif not packed and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32":
@@ -364,11 +362,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     else:
         # last, since it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
-    leaves, tree = jax.tree.flatten(params)
-    del params      # so that each array's old memory is freed once it is copied
-    if not quantised:       # else they are in huge pages already
-        huge_pages.move(leaves)
-    lm = LM(model=model, params=jax.tree.unflatten(tree, leaves), vocab_size=model.config.vocab, tokenizer=tokenizer,
+    lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)
 

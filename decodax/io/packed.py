@@ -7,6 +7,7 @@ The name of a tensor is the path of its weight in the network and the field of t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from decodax.common.axes import platform
 from decodax.common.struct import fields
+from decodax.io import huge_pages
+from decodax.io.arrays import ArrayReader
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS, Format
 from decodax.models.names import stored_dtype
 from decodax.models.packed import Packed, for_platform
+from decodax.models.weight_source import plain
 
 ENTRY = "packed_weights"
 """Key in config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""
@@ -74,7 +78,10 @@ def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStr
             wanted = (*wanted[:-2], wanted[-1], wanted[-2])
         if shape != wanted:
             raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration requires {wanted}")
-    return {path: _placed(one, path, places[path], files, dtype) for path, one in found.items()}
+    blocks = huge_pages.HugeBlocks(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found)))
+    with ArrayReader(files) as reader:
+        load = lambda path: _placed(found[path], path, places[path], functools.partial(_read, reader, blocks), dtype)
+        return {path: blocks.moved(load(path)) for path in found}
 
 
 def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
@@ -121,13 +128,13 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(v) for v in value) if isinstance(value, list) else value
 
 
-def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str | None) -> Any:
+def _placed(skeleton: Any, path: str, place: Sharding, read: Callable[..., Array], dtype: str | None) -> Any:
     """Reads a weight and places it; each device's part of an array is read separately."""
     if not isinstance(skeleton, Packed):
-        return _read(skeleton, path, place, files, None if dtype is None else stored_dtype(path, dtype))
+        return read(skeleton, path, place, None if dtype is None else stored_dtype(path, dtype))
     table, names = path == "embed", _names(skeleton, path)
     leaves, structure = jax.tree.flatten(skeleton)
-    made = [_read(leaf, name, where, files) for leaf, name, where in
+    made = [read(leaf, name, where) for leaf, name, where in
             zip(leaves, names, jax.tree.leaves(shardings(skeleton, table, place)), strict=True)]
     own = jax.tree.unflatten(structure, made)
     if not isinstance(place, NamedSharding):
@@ -217,14 +224,15 @@ def _names(packed: Packed, path: str) -> list[str]:
     return found
 
 
-def _read(leaf: jax.ShapeDtypeStruct, name: str, place: Sharding, files: Files, dtype: str | None = None) -> Array:
-    tensor, stored = files.slice(name), leaf.dtype
-    made = jnp.dtype(dtype or stored)
+def _read(reader: ArrayReader, blocks: huge_pages.HugeBlocks, leaf: jax.ShapeDtypeStruct, name: str, place: Sharding,
+          dtype: str | None = None) -> Array:
+    source, made = plain(name, *leaf.shape), jnp.dtype(dtype or leaf.dtype)
+    bits = np.dtype(STORED.get(leaf.dtype.name, leaf.dtype))
+    keeps = made == leaf.dtype and not isinstance(place, NamedSharding) and platform() == "cpu"
 
     @functools.cache
     def part(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-        own = tensor[tuple(slice(*b) for b in bounds)] if bounds else tensor[...]
-        return np.ascontiguousarray(own).view(stored).astype(made, copy=False)
+        return reader.read(source, bounds, bits, blocks if keeps else None).view(leaf.dtype).astype(made, copy=False)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         return part(tuple(s.indices(n)[:2] for s, n in zip(index or (), leaf.shape, strict=True)))

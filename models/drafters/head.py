@@ -37,7 +37,7 @@ Depth = Array | int
 
 
 @struct
-class Step(Struct):
+class HeadStep(Struct):
     """The output of a head for `W` pairs.
 
     Attributes:
@@ -117,14 +117,14 @@ class DraftHead(abc.ABC):
 
     @abc.abstractmethod
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Attend | None) -> Step:
+             attend: Attend | None) -> HeadStep:
         """Runs the head on pairs.
 
         Args:
             weights: the head's weights.
             tokens: `i32[B, W]`, the token of each pair.
             embed: the target's embedding table.
-            state: `f[B, W, d]`, a result of `enter`, or `Step.state` of the pairs before these.
+            state: `f[B, W, d]`, a result of `enter`, or `HeadStep.state` of the pairs before these.
             positions: `i32[B, W]`, positions of the features.
             depth: `i32[B, W]`, number of drafted tokens up to the token of each pair: 0 for verified ones. A number if
                 it is the same for all.
@@ -137,7 +137,7 @@ class DraftHead(abc.ABC):
 
         Args:
             weights: the head's weights.
-            hidden: `f[B, W, h]`, see `Step`.
+            hidden: `f[B, W, h]`, see `HeadStep`.
             depth: see `step`.
             head: the target's map from hidden states to logits.
         """

@@ -19,7 +19,7 @@ from decodax.cache import KVLayer
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
-from decodax.models.drafters.head import Depth, Embed, ModuleHead, Step, Weights
+from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import STD, Linear, Norm, optional, weight
 
@@ -88,14 +88,14 @@ class RecurrentHead(ModuleHead):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(kv_layers(self.config, None))
 
-    def module(self, rngs: nnx.Rngs) -> RecurrentNetwork:
-        return RecurrentNetwork(self, rngs)
+    def module(self, rngs: nnx.Rngs) -> RecurrentHeadNetwork:
+        return RecurrentHeadNetwork(self, rngs)
 
     def enter(self, weights: Weights, features: Array) -> Array:
         return self.network(weights).enter(features)
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Attend | None) -> Step:
+             attend: Attend | None) -> HeadStep:
         assert attend is not None
         network = self.network(weights)
         embedded = embed(tokens).astype(state.dtype) if network.embed is None else network.embed[...][tokens]
@@ -105,7 +105,7 @@ class RecurrentHead(ModuleHead):
         return self.network(weights).logits(hidden) if self.own_head else head(hidden)
 
 
-class RecurrentNetwork(nnx.Module):
+class RecurrentHeadNetwork(nnx.Module):
     """The network of a `RecurrentHead`."""
 
     def __init__(self, h: RecurrentHead, rngs: nnx.Rngs):
@@ -140,7 +140,7 @@ class RecurrentNetwork(nnx.Module):
         features = optional(self.tap_norm, features)
         return features if self.taps is None else self.taps(features)
 
-    def __call__(self, embedded: Array, state: Array, positions: Array, attend: Attend) -> Step:
+    def __call__(self, embedded: Array, state: Array, positions: Array, attend: Attend) -> HeadStep:
         h, c = self.h, self.h.config
         if h.drop_first:
             embedded = jnp.where(positions[..., None] == 0, 0, embedded)
@@ -159,7 +159,7 @@ class RecurrentNetwork(nnx.Module):
                 x, entry = layer(i, self.fc(both) if i == 0 else x, tables, attend)
             entries.append(entry)
         hidden = optional(self.norm, x)
-        return Step(hidden=hidden, state=hidden if h.feeds_back == "after norm" else x, entries=tuple(entries))
+        return HeadStep(hidden=hidden, state=hidden if h.feeds_back == "after norm" else x, entries=tuple(entries))
 
     def logits(self, hidden: Array) -> Array:
         """Returns logits `f32[..., vocab]` of hidden states."""

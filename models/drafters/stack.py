@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from decodax.models.drafters.head import Depth, Embed, ModuleHead, Step, Weights
+from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.layers import Linear, weight
 
 
@@ -95,8 +95,8 @@ class MedusaHead(StackedHead):
         return module
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> Step:
-        return Step(hidden=state, state=state)
+             attend: Any) -> HeadStep:
+        return HeadStep(hidden=state, state=state)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         network = self.network(weights)
@@ -157,7 +157,7 @@ class HydraHead(StackedHead):
         return jnp.pad(features, ((0, 0), (0, 0), (0, self.width * self.heads)))
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> Step:
+             attend: Any) -> HeadStep:
         # the embedding's place in the state is that of the node's depth
         at = jnp.minimum(jnp.broadcast_to(depth, tokens.shape), self.heads - 1) + 1
         parts = state.reshape(*tokens.shape, self.heads + 1, self.width)
@@ -165,7 +165,7 @@ class HydraHead(StackedHead):
                           embed(tokens).astype(state.dtype)[:, :, None], parts).reshape(state.shape)
         network = self.network(weights)
         hidden = at_depth(depth, self.heads, lambda i, u: network.heads[str(i)](u[..., :self.width * (i + 2)]), state)
-        return Step(hidden=hidden, state=state)
+        return HeadStep(hidden=hidden, state=state)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         if not self.own_head:
@@ -242,7 +242,7 @@ class MLPSpeculatorHead(StackedHead):
             rngs, (self.width if i == 0 else self.inner, self.inner), (None, None), False, std))
         module.norm = many(sets, lambda i: _ScaleShift(self.inner))
         if self.own_head:
-            module.embed = many(sets, lambda i: _Table(rngs, (self.vocab, self.inner), ("vocab", None), std))
+            module.embed = many(sets, lambda i: _TokenTable(rngs, (self.vocab, self.inner), ("vocab", None), std))
             module.head = many(sets, lambda i: Linear(rngs, (self.inner, self.vocab), (None, "vocab"), False, std))
         return module
 
@@ -253,7 +253,7 @@ class MLPSpeculatorHead(StackedHead):
         return jnp.pad(features, ((0, 0), (0, 0), (0, self.state_width - self.width)))
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> Step:
+             attend: Any) -> HeadStep:
         network = self.network(weights)
 
         def one(i: int, state: Array) -> Array:
@@ -263,7 +263,7 @@ class MLPSpeculatorHead(StackedHead):
             return jax.nn.gelu(network.norm[str(own)](x + self.token_weight * token), approximate=False)
 
         hidden = at_depth(depth, self.heads, one, state)
-        return Step(hidden=hidden, state=jnp.pad(hidden, ((0, 0), (0, 0), (0, self.state_width - self.inner))))
+        return HeadStep(hidden=hidden, state=jnp.pad(hidden, ((0, 0), (0, 0), (0, self.state_width - self.inner))))
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         if not self.own_head:
@@ -274,7 +274,7 @@ class MLPSpeculatorHead(StackedHead):
         return at_depth(depth, self.heads, lambda i, z: network.head[str(i)](z).astype(jnp.float32), hidden)
 
 
-class _Table(nnx.Module):
+class _TokenTable(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str | None, ...], std: float):
         self.table = weight(rngs, shape, axes, std)
 

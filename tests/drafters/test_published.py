@@ -14,8 +14,8 @@ import decodax as dx
 from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.io.files import CheckpointError
 from decodax.train.drafters import unrolled
-from tests.algorithms.speculative.test_trained_heads import HEADS
 from tests.drafters import given
+from tests.drafters.test_heads import HEADS
 
 REFERENCE = json.loads((Path(__file__).parent / "eagle3.json").read_text())
 CASES = {case["name"]: case for case in REFERENCE["cases"]}

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from decodax.core.mesh import auto_region
-from decodax.io import checkpoint
+from decodax.io.arrays import ArrayReader
 from decodax.io.checkpoint import CheckpointError, load_model
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
@@ -79,8 +79,8 @@ def test_weights_load_straight_to_their_shards(
         directory: Path, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     model, one = load_model(directory)
-    read, elements = checkpoint._read, []
-    monkeypatch.setattr(checkpoint, "_read", lambda *a: elements.append(read(*a)) or elements[-1])
+    read, elements = ArrayReader.read, []
+    monkeypatch.setattr(ArrayReader, "read", lambda *a: elements.append(read(*a)) or elements[-1])
     _, params = load_model(directory, mesh=mesh)
     # every element is read once, though four replicas hold it
     assert sum(x.size for x in elements) == sum(x.size for x in jax.tree.leaves(one))

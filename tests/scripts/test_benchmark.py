@@ -1,6 +1,7 @@
 """The benchmark program on small shapes: kernels give equal results in every form, caches give a table."""
 
 import itertools
+from pathlib import Path
 
 import benchmark
 import pytest
@@ -41,3 +42,10 @@ def test_cache_policies_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--layers 1 --prompt 64 --held 48 --new 8 --batch 2 --repeats 1 --policies snapkv:budget=40"
     assert benchmark.main(["caches", *options.split()]) == 0
     assert "snapkv:budget=40" in capsys.readouterr().out
+
+
+@pytest.mark.wide
+def test_loading_is_timed_against_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--size 0.05 --width 256 --repeats 1 --scratch"
+    assert benchmark.main(["load", *options.split(), str(tmp_path)]) == 0
+    assert 'dtype="bfloat16"' in capsys.readouterr().out and not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from decodax.common.axes import platform
 from decodax.io import huge_pages
+from decodax.io.arrays import copy
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufTensor, package
 from decodax.io.gguf.tensors import RowReader, RowSource
@@ -135,7 +136,7 @@ def _array(rows: RowReader, source: RowSource, path: str, shape: tuple[int, ...]
         if flat is not None:
             flat[first:first + len(part)] = part
         elif turned and len(shape) == 2:
-            found[:, first:first + len(part)] = part.T
+            copy(part, found[:, first:first + len(part)].T)
         else:
             done.append(part)
     if done:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.io.files import CheckpointError, Files
-
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Dtypes of weights and scales."""
-
-DTYPES = {**FLOATS, "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8", "U8": "uint8",
-          "I32": "int32", "I64": "int64", "BOOL": "bool"}
-"""Dtypes of tensors that can be read."""
+from decodax.io.files import DTYPES, CheckpointError, Files
 
 
 class TensorReader:
@@ -35,16 +26,16 @@ class TensorReader:
 
     def __init__(self, files: Files):
         self.files = files
-        self._heads: dict[Path, tuple[int, dict[str, Any], int]] = {}
+        self._open: dict[Path, int] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        for file, *_ in self._heads.values():
+        for file in self._open.values():
             os.close(file)
-        self._heads.clear()
+        self._open.clear()
 
     def __contains__(self, name: object) -> bool:
         return name in self.files.home
@@ -92,16 +83,13 @@ class TensorReader:
 
     def _read(self, name: str, start: int, stop: int) -> np.ndarray:
         path = self.files.home[name]
-        if path not in self._heads:
-            file = os.open(path, os.O_RDONLY)
-            length, = struct.unpack("<Q", os.pread(file, 8, 0))
-            self._heads[path] = file, json.loads(os.pread(file, length, 8)), 8 + length
-        file, head, data = self._heads[path]
-        entry = head[self.files.stored[name]]
-        if entry["dtype"] not in DTYPES:
-            raise CheckpointError(f"{self.where(name)}: got {entry['dtype']}, takes {', '.join(DTYPES)}")
-        dtype = np.dtype(jnp.dtype(DTYPES[entry["dtype"]]))
-        at, size = data + entry["data_offsets"][0] + start * dtype.itemsize, (stop - start) * dtype.itemsize
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        file, stored = self._open[path], self.dtype(name)
+        if stored not in DTYPES:
+            raise CheckpointError(f"{self.where(name)}: got {stored}, takes {', '.join(DTYPES)}")
+        dtype = np.dtype(jnp.dtype(DTYPES[stored]))
+        at, size = self.files.start(name) + start * dtype.itemsize, (stop - start) * dtype.itemsize
         found, done = np.empty(size, np.uint8), 0
         while done < size:
             more = os.preadv(file, [found.data[done:]], at + done)

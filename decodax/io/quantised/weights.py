@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import Sharding
 
 from decodax.io import huge_pages
-from decodax.io.files import CheckpointError, Files
+from decodax.io.arrays import ArrayReader
+from decodax.io.files import FLOATS, CheckpointError, Files
 from decodax.io.packed import on_devices
 from decodax.io.quantised.scheme import Scheme, StoredLinear
-from decodax.io.quantised.tensors import FLOATS, TensorReader
+from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats import kernels
 from decodax.models.formats.published import InputsPermuted
 from decodax.models.formats.scaled import Scaled
@@ -115,9 +116,10 @@ def load_weights(files: Files, plan: QuantisedLayers, where: Mapping[str, Weight
         places: the sharding of each weight by path.
     """
     chosen, made, wide = {*kernels(shapes), "embed"}, {}, list[str]()
-    with TensorReader(files) as file:
+    with TensorReader(files) as file, ArrayReader(files) as arrays:
         for path, leaf in flatten(shapes).items():
             source, table, place = where[path], path == "embed", places[path]
+            bounds = tuple((0, n) for n in leaf.shape)
             layers = [dataclasses.replace(layer, file=file) for layer in plan.layers.pop(path, ())]
             if layers and path in chosen:
                 made[path] = on_devices(_packed(layers, plan.parts[path], leaf.shape, table), table, place)
@@ -125,11 +127,11 @@ def load_weights(files: Files, plan: QuantisedLayers, where: Mapping[str, Weight
                 wide.append(path)
                 values = np.asarray(_packed(layers, plan.parts[path], leaf.shape, table).values(jnp.float32))
                 made[path] = jax.device_put(np.swapaxes(values, -1, -2).astype(jnp.dtype(dtype)), place)
-            elif path in chosen and FLOATS[file.dtype(source.tensors[0])] != dtype:
-                found = _array(file, source, leaf.shape, None, not table)
+            elif path in chosen and (stored := FLOATS[file.dtype(source.tensors[0])]) != dtype:
+                found = arrays.read(source, bounds, np.dtype(jnp.dtype(stored)), turned=not table)
                 made[path] = on_devices(Scaled(codes=found), table, place)      # type: ignore[arg-type]
             else:
-                found = _array(file, source, leaf.shape, stored_dtype(path, dtype), False)
+                found = arrays.read(source, bounds, np.dtype(jnp.dtype(stored_dtype(path, dtype))))
                 made[path] = jax.device_put(found, place)
     said = list(plan.scheme.notes())
     if wide:
@@ -171,45 +173,3 @@ def _packed(layers: list[StoredLinear], columns: Columns | None, shape: tuple[in
     elif ordered:
         orders = orders[0]
     return InputsPermuted(kernel=whole, order=orders) if ordered else whole     # type: ignore[arg-type]
-
-
-def _array(file: TensorReader, source: WeightSource, shape: tuple[int, ...], dtype: str | None, turned: bool
-           ) -> np.ndarray:
-    """Returns a weight as an array, read some rows at a time.
-
-    Args:
-        file: the file.
-        source: its place.
-        shape: its shape.
-        dtype: its dtype; None: the stored one.
-        turned: True returns a kernel `[..., N, K]`, as packed ones have it, for a shape `[..., K, N]`.
-    """
-    own = np.dtype(jnp.dtype(dtype or FLOATS[file.dtype(source.tensors[0])]))
-    found = huge_pages.empty((*shape[:-2], *shape[:-3:-1]) if turned else shape, own)
-    goal = np.swapaxes(found, -1, -2) if turned else found
-    several = len(shape) > len(source.full)
-    for i, name in enumerate(source.tensors):
-        _fill(file, name, source, goal[i] if several else goal)
-    return found
-
-
-def _fill(file: TensorReader, name: str, source: WeightSource, goal: np.ndarray) -> None:
-    """Reads a tensor into an array of the weight's shape."""
-    if source.leading:
-        for e in range(len(goal)):
-            part = source.turned(file.rows(name, np.arange(e, e + 1)))
-            goal[e] = part[0] if source.part is None else part[0][..., source.part.indices(0, goal.shape[-1])]
-        return
-    if not source.full or source.full[0] == 1:
-        goal[...] = source.turned(file.whole(name)).reshape(goal.shape)
-        return
-    row = int(np.prod(source.full[1:], dtype=np.int64))
-    step = max(CHUNK // max(row, 1), 1)
-    # By rows of the file: outputs of a kernel or convolution that is turned, else inputs, of which all are taken.
-    onto = goal.T if source.transpose else goal
-    taken = source.part is not None and source.part.indices(0, goal.shape[-1])
-    rows = taken if taken is not False and (source.transpose or goal.ndim == 1) else np.arange(source.full[0])
-    columns = taken if taken is not False and rows is not taken else slice(None)
-    for first in range(0, len(rows), step):
-        part = file.rows(name, rows[first:first + step])
-        onto[first:first + step] = part if isinstance(columns, slice) else part[..., columns]

@@ -28,7 +28,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
 from decodax.io.drafters import TrainedDrafter, load_drafter, shipped_drafter
-from decodax.models.drafters.head import Depth, DraftHead, Step
+from decodax.models.drafters.head import Depth, DraftHead, HeadStep
 
 
 @struct
@@ -164,7 +164,7 @@ class TrainedHead(Source):
         newest = lambda new, old: jnp.where(last[:, None] >= 0, take(new, at[:, None])[:, 0], old)
         return HeadState(cache=cache, hidden=newest(step.hidden, state.hidden), state=newest(step.state, state.state))
 
-    def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> Step:
+    def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> HeadStep:
         """Runs the head on pairs: the tokens of a window, and the states before them."""
         attend = None if cache is None else lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window,
                                                                                            **options)
@@ -189,9 +189,9 @@ class TrainedHead(Source):
         return jnp.result_type(*(x.dtype for x in jax.tree.leaves(params.draft.head)
                                  if jnp.issubdtype(x.dtype, jnp.floating)))
 
-    def _shapes(self, params: Params, batch: int) -> Step:
+    def _shapes(self, params: Params, batch: int) -> HeadStep:
         """Returns shapes and dtypes of the head's output for one pair of each of `batch` rows."""
-        def one(params: Params) -> Step:
+        def one(params: Params) -> HeadStep:
             cache = self.head.init_cache(batch, 1, self._dtype(params))
             state = jnp.zeros((batch, 1, self.head.state_width), self._dtype(params))
             nothing = jnp.zeros((batch, 1), jnp.int32)
