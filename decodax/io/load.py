@@ -31,6 +31,7 @@ from decodax.io.checkpoint import (
     recurrent_type,
 )
 from decodax.io.defaults import read_defaults
+from decodax.io.drafters import is_drafter
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
@@ -257,7 +258,7 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
 
 def zoo() -> list[str]:
     """Returns the names of the shipped models."""
-    return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
+    return sorted(p.parent.name for p in ZOO.glob("*/config.json") if not is_drafter(p.parent))
 
 
 def listed_models() -> list[Entry]:
@@ -336,6 +337,9 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     if path.is_file():
         return _load_gguf(path, dtype, mesh, context, tokenizer, weights, adapter)
     config = read_json(path / "config.json")
+    if is_drafter(path):
+        raise CheckpointError(f"name_or_dir: {path} holds a trained drafter; takes decodax.load_drafter, and a model "
+                              "here")
     packed = weights is not None or quantization(path, config) is not None or ENTRY in config
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU

@@ -148,15 +148,15 @@ class RecurrentHeadNetwork(nnx.Module):
                                   if layer.rope is not None} | {None: positions, "inputs": None}
         a, b = optional(self.embed_norm, embedded), optional(self.state_norm, state)
         both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
-        entries = []
+        entries, x = [], state if self.fc is None else self.fc(both)
         for i in range(len(c.layers)):
-            layer = self.layers[str(i)]
+            layer: Any = self.layers[str(i)]
             if i == 0 and self.fc is None:
                 branch, entry = layer.attn(0, both, tables, attend)
                 x = (b if h.norm_residual else state) + branch
                 x = x + layer.mlp_half(x)
             else:
-                x, entry = layer(i, self.fc(both) if i == 0 else x, tables, attend)
+                x, entry = layer(i, x, tables, attend)
             entries.append(entry)
         hidden = optional(self.norm, x)
         return HeadStep(hidden=hidden, state=hidden if h.feeds_back == "after norm" else x, entries=tuple(entries))

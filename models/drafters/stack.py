@@ -90,7 +90,7 @@ class MedusaHead(StackedHead):
         return True
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
-        module = nnx.Module()
+        module: Any = nnx.Module()
         module.heads = nnx.Dict({str(i): _Medusa(self, rngs) for i in range(self.heads)})
         return module
 
@@ -149,7 +149,7 @@ class HydraHead(StackedHead):
         return self.width * (self.heads + 1)
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
-        module = nnx.Module()
+        module: Any = nnx.Module()
         module.heads = nnx.Dict({str(i): _Hydra(self, i, rngs) for i in range(self.heads)})
         return module
 
@@ -235,7 +235,8 @@ class MLPSpeculatorHead(StackedHead):
         return math.sqrt((1 - self.state_weight ** 2) * self.inner / 2) / self.state_weight
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
-        module, std = nnx.Module(), self.inner ** -0.5
+        module: Any = nnx.Module()
+        std = self.inner ** -0.5
         many = lambda count, one: nnx.Dict({str(i): one(i) for i in range(count)})
         sets = 1 if self.tied else self.heads
         module.project = many(min(self.heads, 2) if self.tied else self.heads, lambda i: Linear(

@@ -44,7 +44,7 @@ def read_medusa(tensors: Tensors, dtype: Any) -> tuple[MedusaHead, Any]:
     last, own = len(blocks), f"0.{len(blocks)}.weight"
     head = MedusaHead((), _vocabulary(tensors, own), width=tensors["0.0.linear.weight"].shape[0], heads=heads,
                       blocks=last, own_head=own in tensors)
-    names = {}
+    names: dict[str, str] = {}
     for i in range(heads):
         for part in ("weight", "bias"):
             same(tensors, [f"{i}.{j}.linear.{part}" for j in blocks])
@@ -67,7 +67,7 @@ def read_hydra(tensors: Tensors, dtype: Any) -> tuple[HydraHead, Any]:
     own = "hydra_lm_head.0.1.weight"
     head = HydraHead((), _vocabulary(tensors, own), width=tensors[f"hydra_mlp.0.{first}.linear.weight"].shape[0],
                      heads=heads, blocks=1 + len(rest), own_head=own in tensors)
-    names = {}
+    names: dict[str, str] = {}
     for i in range(heads):
         stem = f"hydra_mlp.{i}"
         for ours, theirs in (("residual", f"{first}.res_connection"), ("first", f"{first}.linear"),
