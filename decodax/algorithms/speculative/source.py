@@ -57,10 +57,13 @@ class Answer(Struct):
     Attributes:
         logits: `f32[B, w, V]`, logits of the token after each node.
         hidden: `f[B, w, D]`, hidden states at the nodes, for predictors of acceptance; None if the source has none.
+        chance: `f32[B, w]`, the source's own prediction of the probability that a draft after each node is accepted,
+            made without knowing the draft; None if it makes none.
     """
 
     logits: Array
     hidden: Array | None = None
+    chance: Array | None = None
 
 
 class Source(Drafter, abc.ABC):
@@ -170,6 +173,7 @@ class Children(Struct):
             estimate.
         log_own: `f32[B, w, V]`, the source's log-probabilities at temperature 1.
         hidden: `f[B, w, D]`, the source's hidden states at the nodes, or None.
+        chance: `f32[B, w]`, see `Answer`, or None.
     """
 
     tokens: Array
@@ -179,6 +183,7 @@ class Children(Struct):
     log_all: Array
     log_own: Array
     hidden: Array | None
+    chance: Array | None = None
 
     @property
     def own(self) -> Array:
@@ -320,7 +325,7 @@ class Grower:
         # what a transform of the draft forbids may still be drawn first: the target decides
         live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(of(log_p)))
         return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, of(log_all), -jnp.inf),
-                        log_q=log_q, log_all=log_all, log_own=log_p, hidden=answer.hidden)
+                        log_q=log_q, log_all=log_all, log_own=log_p, hidden=answer.hidden, chance=answer.chance)
 
     def _positions(self, g: Growth) -> Array:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
