@@ -7,7 +7,6 @@ so all blocks of a text share the projections of its context.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ class Blocks(Struct):
         logits: `f32[B, A, K, V]`, given the text's own tokens before each draft.
         base: `f32[B, A, K, V]`, before the correction.
         chance: `f32[B, A, K]`, logit of the predicted probability of acceptance, or None.
-        positions: `i32[A, K]` or `i32[B, A, K]`, position of the token that each predicts.
+        positions: `i32[B, A, K]`, the position of the token that each predicts; it may be beyond the text.
     """
 
     logits: Array
@@ -119,39 +118,4 @@ def random_anchors(key: Array, usable: Array, count: int) -> tuple[Array, Array]
     return jnp.where(live, at, 0), live
 
 
-def block_loss(blocks: Blocks, target: Array, labels: Array, live: Array, *, ce: float = 0.1, kl: float = 0.0,
-               tv: float = 0.9, chance: float = 1.0, gamma: float = 4.0) -> tuple[Array, dict[str, Array]]:
-    """Returns the loss of blocks, a mean over drafts with weights `exp(-(k - 1) / gamma)`; the defaults are DSpark's.
-
-    Args:
-        blocks: the predictions.
-        target: `f32[B, A, K, V]`, the target's logits for the same tokens.
-        labels: `i32[B, A, K]`, the text's tokens.
-        live: `bool[B, A, K]`, drafts that count.
-        ce: weight of the cross-entropy of the labels.
-        kl: weight of the cross-entropy of the target's distribution.
-        tv: weight of the total variation distance to that distribution, 1 minus the acceptance rate.
-        chance: weight of the cross-entropy of the predicted acceptance rate; not used without one.
-        gamma: see above, in drafts.
-
-    Returns:
-        The loss, and the mean acceptance rate of the `k`-th drafts as `{"acceptance": f32[K]}`.
-    """
-    log_q, p = jax.nn.log_softmax(blocks.logits), jax.nn.softmax(target)
-    acceptance = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
-    each = tv * (1 - acceptance)
-    if ce:
-        each = each - ce * jnp.take_along_axis(log_q, labels[..., None], -1)[..., 0]
-    if kl:
-        each = each - kl * jnp.where(p > 0, p * log_q, 0).sum(-1)
-    if chance and blocks.chance is not None:
-        y = jax.lax.stop_gradient(acceptance)
-        each = each - chance * (y * jax.nn.log_sigmoid(blocks.chance) + (1 - y) * jax.nn.log_sigmoid(-blocks.chance))
-    weights = jnp.exp(-jnp.arange(labels.shape[-1]) / gamma) * live
-    count = jnp.maximum(live.sum((0, 1)), 1)
-    measured: dict[str, Any] = {"acceptance": jnp.where(live, acceptance, 0).sum((0, 1)) / count}
-    # by the number of drafts that count, as in the authors' code, not by the sum of the weights
-    return jnp.where(live, each * weights, 0).sum() / jnp.maximum(live.sum(), 1), measured
-
-
-__all__ = ["Blocks", "block_loss", "blocks_at", "random_anchors"]
+__all__ = ["Blocks", "blocks_at", "random_anchors"]

@@ -67,6 +67,16 @@ class BlockDraft(TrainedHead):
     def shape(self) -> Shape:
         return Chain(self.head.longest)
 
+    def within(self, length: int | None) -> int:
+        """Returns `length`, or the largest number of drafts on a path if it is None.
+
+        Raises:
+            ValueError: the head predicts fewer.
+        """
+        if length is not None and length > self.head.longest:
+            raise ValueError(f"length: got {length}, the head predicts {self.head.longest} tokens")
+        return length or self.head.longest
+
     def init(self, params: Params, s: State) -> BlockState:      # type: ignore[override]
         if not isinstance(params.draft, HeadWeights):
             raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
@@ -151,4 +161,25 @@ class BlockDraft(TrainedHead):
         return attend
 
 
-__all__ = ["BlockDraft", "BlockState"]
+def block_draft(lm: Any, draft: Any, correction: type | None = None) -> BlockDraft:
+    """Returns the source of a loaded drafter for the target `lm`.
+
+    Args:
+        lm: the target.
+        draft: the drafter: an object with a `head` and its `weights`, of the class `HeadWeights`.
+        correction: the class of the head's correction; None: any.
+
+    Raises:
+        ValueError: the drafter has no block head, or one with another correction.
+    """
+    head = getattr(draft, "head", None)
+    if not isinstance(head, BlockHead):
+        raise ValueError(f"draft: got {type(draft if head is None else head).__name__}, takes a drafter with a block "
+                         "head")
+    if correction is not None and not isinstance(head.correction, correction):
+        raise ValueError(f"draft: got a head with the correction {type(head.correction).__name__}, takes "
+                         f"{correction.__name__}")
+    return BlockDraft(lm, head, draft.weights)
+
+
+__all__ = ["BlockDraft", "BlockState", "block_draft"]
