@@ -90,6 +90,10 @@ class BlockHead(ModuleHead):
         return self.target_vocab or self.vocab
 
     @property
+    def target_width(self) -> int:
+        return self.feature_width or self.config.width
+
+    @property
     def offset(self) -> int:
         """Index of the first slot that predicts."""
         return 0 if self.first_predicts else 1

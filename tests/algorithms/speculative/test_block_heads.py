@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,12 @@ from decodax.algorithms.speculative.source import Level
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree, Fixed, OptTree
 from decodax.core import drivers
 from decodax.core.types import embeddings, logits_of
+from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at
 from decodax.models.drafters.corrections import Markov, PrefixGRU, Refiner, Selector
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.stack import MedusaHead
 from decodax.train.block_drafters import Anchored
 from decodax.train.drafters import target_outputs
 from tests.algorithms.speculative.uneven import UNEVEN
@@ -159,26 +160,19 @@ def test_drafts_of_a_head_keep_the_targets_distribution(name, shape, verify, ids
         assert np.asarray(s.stats.drafted).sum() < 3 * np.asarray(s.stats.rounds).sum()
 
 
-ENTRIES = {"dflash": "dflash", "dspark": "dspark", "domino": "domino", "dflash2": "dflash2", "xpress": "xpress",
-           "jetspec": "jetspec"}
-
-
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_of_the_registry_takes_a_loaded_drafter(name):
-    head = HEADS[ENTRIES[name]]
-    draft = SimpleNamespace(head=head, weights=HeadWeights(weighted(head)))
+@pytest.mark.parametrize("name", ["dflash", "dspark", "domino", "dflash2", "xpress", "jetspec"])
+def test_an_entry_of_the_registry_takes_a_trained_drafter(name):
+    head = HEADS[name]
+    draft = TrainedDrafter(name, head, weighted(head))
     alg = algorithms.make(name, lm("llama"), draft)
     s = decode(alg.bare(), "llama", prompts(5), MIXED, eos=[1], draft=alg.weights)
     assert texts(s) == plain() and alg.traits.guarantee == "seed-exact"
-    if name in ("dspark", "domino", "dflash2", "xpress"):
-        other = SimpleNamespace(head=HEADS["dflash"], weights=None)
-        with pytest.raises(ValueError, match="draft: got a head with the correction NoneType, takes"):
-            algorithms.make(name, lm("llama"), other)
     with pytest.raises(ValueError, match=f"length: got 9, the head predicts {head.longest} tokens"):
         algorithms.make(name, lm("llama"), draft, length=9)
-    with pytest.raises(ValueError, match="draft: got LM, takes a drafter with a block head"):
-        algorithms.make(name, lm("llama"), lm("llama"))
+    other = TrainedDrafter(name, MedusaHead((), VOCABULARY, width=16), {})
+    with pytest.raises(ValueError, match=f"draft: got one with a MedusaHead, '{name}' takes one with a block head"):
+        algorithms.make(name, lm("llama"), other)
 
 
 @pytest.mark.wide

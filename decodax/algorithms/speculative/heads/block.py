@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, spread
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, spread, trained
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
@@ -161,25 +161,18 @@ class BlockDraft(TrainedHead):
         return attend
 
 
-def block_draft(lm: Any, draft: Any, correction: type | None = None) -> BlockDraft:
-    """Returns the source of a loaded drafter for the target `lm`.
-
-    Args:
-        lm: the target.
-        draft: the drafter: an object with a `head` and its `weights`, of the class `HeadWeights`.
-        correction: the class of the head's correction; None: any.
+def block_draft(lm: Any, draft: Any, *systems: str) -> BlockDraft:
+    """Returns the source of drafts for a target, from a drafter with a block head; the arguments are those of
+    `trained`.
 
     Raises:
-        ValueError: the drafter has no block head, or one with another correction.
+        ValueError: as in `trained`, or the drafter has another head.
     """
-    head = getattr(draft, "head", None)
-    if not isinstance(head, BlockHead):
-        raise ValueError(f"draft: got {type(draft if head is None else head).__name__}, takes a drafter with a block "
+    made = trained(lm, draft, *systems)
+    if not isinstance(made.head, BlockHead):
+        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a block "
                          "head")
-    if correction is not None and not isinstance(head.correction, correction):
-        raise ValueError(f"draft: got a head with the correction {type(head.correction).__name__}, takes "
-                         f"{correction.__name__}")
-    return BlockDraft(lm, head, draft.weights)
+    return BlockDraft(made.model, made.head, made.weights)
 
 
 __all__ = ["BlockDraft", "BlockState", "block_draft"]

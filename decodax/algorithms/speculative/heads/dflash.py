@@ -19,15 +19,15 @@ from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("dflash", "DFlash: Block Diffusion for Flash Speculative Decoding", "Chen, Liang, Liu 2026",
-                     family="speculative-linear", needs="a model and a draft model", guarantee="seed-exact")
-def dflash(lm: Any, draft: Any, length: Count | None = None, verify: Verifier = SeedExact()) -> Speculative:
+                     family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
+def dflash(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a block of tokens in one pass of a trained head that reads the target's hidden states.
 
     Args:
         lm: the target.
-        draft: a loaded drafter with a block head.
+        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
         length: number of drafts that are verified; None: all that the block predicts. Fewer pay off under load.
-        verify: the rule that accepts drafts.
+        verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft)
-    return Speculative(source, verify, Chain(source.within(length)))
+    source = block_draft(lm, draft, "dflash")
+    return Speculative(source, verify or SeedExact(), Chain(source.within(length)))

@@ -14,20 +14,19 @@ from decodax.algorithms.speculative.heads.block import block_draft
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
-from decodax.models.drafters.corrections import Selector
 
 
 @ALGORITHMS.register("dflash2", "DFlash2: a block head with local convolutions and a candidate selector",
-                     "Z Lab, Inco 2026", family="speculative-linear", needs="a model and a draft model",
+                     "Z Lab, Inco 2026", family="speculative-linear", needs="a trained drafter",
                      guarantee="seed-exact")
-def dflash2(lm: Any, draft: Any, length: Count | None = None, verify: Verifier = SeedExact()) -> Speculative:
+def dflash2(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a block of tokens in one pass, from candidates that a selector ranks by the draft before.
 
     Args:
         lm: the target.
-        draft: a loaded drafter with a block head and a selector.
+        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
         length: number of drafts that are verified; None: all that the block predicts.
-        verify: the rule that accepts drafts.
+        verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft, Selector)
-    return Speculative(source, verify, Chain(source.within(length)))
+    source = block_draft(lm, draft, "dflash2")
+    return Speculative(source, verify or SeedExact(), Chain(source.within(length)))

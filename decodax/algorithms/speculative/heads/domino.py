@@ -14,19 +14,18 @@ from decodax.algorithms.speculative.heads.block import block_draft
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
-from decodax.models.drafters.corrections import PrefixGRU
 
 
 @ALGORITHMS.register("domino", "Domino: a block head with a recurrent correction of its logits", "Huang et al. 2026",
-                     family="speculative-linear", needs="a model and a draft model", guarantee="seed-exact")
-def domino(lm: Any, draft: Any, length: Count | None = None, verify: Verifier = SeedExact()) -> Speculative:
+                     family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
+def domino(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a block of tokens in one pass, corrected by a recurrent network over the drafts before.
 
     Args:
         lm: the target.
-        draft: a loaded drafter with a block head and a GRU.
+        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
         length: number of drafts that are verified; None: all that the block predicts.
-        verify: the rule that accepts drafts.
+        verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft, PrefixGRU)
-    return Speculative(source, verify, Chain(source.within(length)))
+    source = block_draft(lm, draft, "domino")
+    return Speculative(source, verify or SeedExact(), Chain(source.within(length)))

@@ -1,4 +1,4 @@
-"""DSpark: a block head with a sequential correction, and drafts as long as they are likely to be accepted (Cheng et al.,
+"""DSpark: a block head with a sequential correction, and chains that end where a rejection is likely (Cheng et al.,
 2026).
 
 The Markov head adds a low-rank function of the draft before to the logits of a slot. The confidence head predicts the
@@ -24,7 +24,6 @@ from decodax.algorithms.speculative.trees.threshold import check_chance, grow_ch
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
-from decodax.models.drafters.corrections import Markov
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,8 @@ class SurvivalChain(Shape):
         check_chance("threshold", self.threshold)
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, self._chance, lambda f, all_of_them: all_of_them >= self.threshold,
-                          unseen=True)
+        return grow_chain(grower, state, self.length, self._chance,
+                          lambda f, all_of_them: all_of_them >= self.threshold, unseen=True)
 
     def _chance(self, child: Children, index: Array) -> Array:
         if child.chance is None:
@@ -60,21 +59,21 @@ class SurvivalChain(Shape):
 
 
 @ALGORITHMS.register("dspark", "DSpark: a block head with sequential correction and confidence-scheduled verification",
-                     "Cheng et al. 2026", family="speculative-linear", needs="a model and a draft model",
+                     "Cheng et al. 2026", family="speculative-linear", needs="a trained drafter",
                      guarantee="seed-exact")
-def dspark(lm: Any, draft: Any, length: Count | None = None, threshold: Share = 0.3,
-           verify: Verifier = SeedExact()) -> Speculative:
+def dspark(lm: Any, draft: Any = None, length: Count | None = None, threshold: Share = 0.3,
+           verify: Verifier | None = None) -> Speculative:
     """Drafts a block of tokens in one pass, corrected by the draft before, up to where a rejection is likely.
 
     Args:
         lm: the target.
-        draft: a loaded drafter with a block head and a Markov correction.
+        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
         length: largest number of drafts that are verified; None: all that the block predicts.
         threshold: predicted probability that all drafts are accepted below which the chain ends; not used for a head
             without a confidence head. Larger values pay off under load.
-        verify: the rule that accepts drafts.
+        verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft, Markov)
+    source = block_draft(lm, draft, "dspark")
     longest = source.within(length)
     cut = threshold if source.head.confidence is not None else None
-    return Speculative(source, verify, Chain(longest) if cut is None else SurvivalChain(longest, cut))
+    return Speculative(source, verify or SeedExact(), Chain(longest) if cut is None else SurvivalChain(longest, cut))

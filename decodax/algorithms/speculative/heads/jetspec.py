@@ -18,9 +18,9 @@ from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("jetspec", "JetSpec: causal parallel drafting of trees", "Hu et al. 2026",
-                     family="speculative-tree", needs="a model and a draft model", guarantee="seed-exact")
-def jetspec(lm: Any, draft: Any, nodes: Count = 64, length: Count | None = None, width: Count = 7,
-            verify: Verifier = SeedExact()) -> Speculative:
+                     family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
+def jetspec(lm: Any, draft: Any = None, nodes: Count = 64, length: Count | None = None, width: Count = 7,
+            verify: Verifier | None = None) -> Speculative:
     """Drafts a tree of the most likely paths from one pass of a trained block head.
 
     Made for causal heads. A tree of a head whose slots see each other works, too, and scores branches that the head
@@ -28,11 +28,11 @@ def jetspec(lm: Any, draft: Any, nodes: Count = 64, length: Count | None = None,
 
     Args:
         lm: the target.
-        draft: a loaded drafter with a block head.
+        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
         nodes: number of drafts to verify; the paper takes 128 to 256 on an H100.
         length: largest number of drafts on a path; None: all that the block predicts.
         width: number of nodes expanded in a layer, and of children of each.
-        verify: the rule that accepts drafts.
+        verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft)
-    return Speculative(source, verify, ConfidenceTree(nodes, source.within(length), width))
+    source = block_draft(lm, draft, "jetspec", "dflash")
+    return Speculative(source, verify or SeedExact(), ConfidenceTree(nodes, source.within(length), width))
