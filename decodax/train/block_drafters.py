@@ -24,7 +24,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Anchored:
+class AnchoredBlocks:
     """The loss of a block head at random anchors of a text; the defaults are DSpark's.
 
     Attributes:
@@ -95,4 +95,4 @@ class Anchored:
         return loss, {"loss": loss, **scalars}
 
 
-__all__ = ["Anchored"]
+__all__ = ["AnchoredBlocks"]

@@ -22,7 +22,7 @@ from decodax.cache import KVLayer
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
-from decodax.models.drafters.corrections import Correction
+from decodax.models.drafters.corrections import BlockSizes, Correction
 from decodax.models.drafters.head import Depth, Embed, ModuleHead, Step, Weights
 from decodax.models.drafters.local_convolution import Convolutions, LocalConvolution
 from decodax.models.kv_shapes import kv_layers
@@ -99,6 +99,11 @@ class BlockHead(ModuleHead):
         return 0 if self.first_predicts else 1
 
     @property
+    def sizes(self) -> BlockSizes:
+        """The sizes that the correction depends on."""
+        return BlockSizes(self.config.width, self.vocab, self.tokens, self.block, self.offset)
+
+    @property
     def longest(self) -> int:
         return self.block - self.offset
 
@@ -113,7 +118,7 @@ class BlockHead(ModuleHead):
     @property
     def memory(self) -> int:
         """Width of the correction's memory."""
-        return 0 if self.correction is None else self.correction.memory(self)
+        return 0 if self.correction is None else self.correction.memory(self.sizes)
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
@@ -202,7 +207,7 @@ class BlockNetwork(nnx.Module):
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias) if h.own_head else None
         self.embed = weight(rngs, (h.tokens, c.width), ("vocab", "embed")) if h.own_table else None
-        self.correction: Any = None if h.correction is None else h.correction.module(h, rngs)
+        self.correction: Any = None if h.correction is None else h.correction.module(h.sizes, rngs)
         if h.confidence == "token" and not hasattr(self.correction, "table"):
             raise ValueError("confidence: got 'token', takes a head with a Markov correction")
         wide = c.width + (self.correction.table.shape[1] if h.confidence == "token" else 0)

@@ -19,7 +19,7 @@ from decodax.models.drafters.head import Embed, Weights
 
 
 @struct
-class Blocks(Struct):
+class BlockPredictions(Struct):
     """The predictions of blocks at `A` anchors, for the `K` drafts of each.
 
     Attributes:
@@ -36,7 +36,7 @@ class Blocks(Struct):
 
 
 def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array, anchors: Array, embed: Embed,
-              vocabulary: Callable[[Array], Array]) -> Blocks:
+              vocabulary: Callable[[Array], Array]) -> BlockPredictions:
     """Runs a block at each anchor.
 
     Args:
@@ -69,7 +69,7 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
         logits = walk(network.correction, base, seen[:, first:], previous, network.embedding(embed), memory, first)
     chance = head.chance(weights, hidden[:, first:], previous)
     fold = lambda x: x.reshape(B, A, S - first, *x.shape[2:])
-    return Blocks(logits=fold(logits), base=fold(base), chance=None if chance is None else fold(chance),
+    return BlockPredictions(logits=fold(logits), base=fold(base), chance=None if chance is None else fold(chance),
                   positions=at[..., 1:] if first else at + 1)
 
 
@@ -118,4 +118,4 @@ def random_anchors(key: Array, usable: Array, count: int) -> tuple[Array, Array]
     return jnp.where(live, at, 0), live
 
 
-__all__ = ["Blocks", "blocks_at", "random_anchors"]
+__all__ = ["BlockPredictions", "blocks_at", "random_anchors"]

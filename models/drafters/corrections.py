@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,28 @@ from decodax.models.drafters.head import Embed
 from decodax.models.layers import Linear, weight
 from decodax.pallas_kernels.vocabulary import top_k
 
-if TYPE_CHECKING:
-    from decodax.models.drafters.block import BlockHead
-
 Opening = Literal["skipped", "newest", "before"]
 """How a correction treats the slot of the newest token if that slot predicts nothing: the slot is left out, or the
 memory after it is computed with the newest token as its previous one, or with the token before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """The sizes of a block head that its correction depends on.
+
+    Attributes:
+        width: width `d` of hidden states and embeddings.
+        vocab: number of logits.
+        tokens: number of the target's tokens.
+        block: number of slots.
+        offset: index of the first slot that predicts.
+    """
+
+    width: int
+    vocab: int
+    tokens: int
+    block: int
+    offset: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +50,12 @@ class Correction(abc.ABC):
 
     opening: ClassVar[Opening] = "skipped"
 
-    def memory(self, head: BlockHead) -> int:
+    def memory(self, sizes: BlockSizes) -> int:
         """Returns the width of the memory; 0: none."""
         return 0
 
     @abc.abstractmethod
-    def module(self, head: BlockHead, rngs: nnx.Rngs) -> CorrectionNetwork:
+    def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> CorrectionNetwork:
         """Returns the network with random weights."""
 
 
@@ -82,21 +98,21 @@ class Markov(Correction):
     kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
     opening: ClassVar[Opening] = "newest"
 
-    def memory(self, head: BlockHead) -> int:
+    def memory(self, sizes: BlockSizes) -> int:
         return self.rank if self.kind == "rnn" else 0
 
-    def module(self, head: BlockHead, rngs: nnx.Rngs) -> MarkovNetwork:
-        return MarkovNetwork(self, head, rngs)
+    def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> MarkovNetwork:
+        return MarkovNetwork(self, sizes, rngs)
 
 
 class MarkovNetwork(CorrectionNetwork):
     """The network of `Markov`."""
 
-    def __init__(self, c: Markov, head: BlockHead, rngs: nnx.Rngs):
-        self.kind, r, wide = c.kind, c.rank, head.config.width
-        self.table = weight(rngs, (head.tokens, r), ("vocab", None), 0.01)
+    def __init__(self, c: Markov, sizes: BlockSizes, rngs: nnx.Rngs):
+        self.kind, r, wide = c.kind, c.rank, sizes.width
+        self.table = weight(rngs, (sizes.tokens, r), ("vocab", None), 0.01)
         # zeros: a fresh correction changes nothing
-        self.out = Linear(rngs, (r, head.vocab), (None, "vocab"), False, 0.0)
+        self.out = Linear(rngs, (r, sizes.vocab), (None, "vocab"), False, 0.0)
         self.gate = Linear(rngs, (wide + r, r), (None, None), True) if c.kind == "gated" else None
         self.joint = Linear(rngs, (2 * r + wide, 3 * r), (None, None), True) if c.kind == "rnn" else None
 
@@ -126,23 +142,23 @@ class PrefixGRU(Correction):
     rank: int = 256
     first: int = 1
 
-    def memory(self, head: BlockHead) -> int:
+    def memory(self, sizes: BlockSizes) -> int:
         return self.state
 
-    def module(self, head: BlockHead, rngs: nnx.Rngs) -> PrefixGRUNetwork:
-        return PrefixGRUNetwork(self, head, rngs)
+    def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> PrefixGRUNetwork:
+        return PrefixGRUNetwork(self, sizes, rngs)
 
 
 class PrefixGRUNetwork(CorrectionNetwork):
     """The network of `PrefixGRU`."""
 
-    def __init__(self, c: PrefixGRU, head: BlockHead, rngs: nnx.Rngs):
-        wide = head.config.width
-        self.first = c.first + head.offset
+    def __init__(self, c: PrefixGRU, sizes: BlockSizes, rngs: nnx.Rngs):
+        wide = sizes.width
+        self.first = c.first + sizes.offset
         self.into = Linear(rngs, (wide, 3 * c.state), ("embed", None), False)
         self.again = Linear(rngs, (c.state, 3 * c.state), (None, None), False)
         self.down = Linear(rngs, (wide + c.state, c.rank), (None, None), False)
-        self.up = Linear(rngs, (c.rank, head.vocab), (None, "vocab"), False, 0.0)
+        self.up = Linear(rngs, (c.rank, sizes.vocab), (None, "vocab"), False, 0.0)
 
     def __call__(self, logits: Array, seen: Array, tokens: Array, embed: Embed, memory: Array, slots: Array
                  ) -> tuple[Array, Array]:
@@ -168,18 +184,18 @@ class Selector(Correction):
     rank: int = 256
     top_k: int = 16
 
-    def module(self, head: BlockHead, rngs: nnx.Rngs) -> SelectorNetwork:
-        return SelectorNetwork(self, head, rngs)
+    def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> SelectorNetwork:
+        return SelectorNetwork(self, sizes, rngs)
 
 
 class SelectorNetwork(CorrectionNetwork):
     """The network of `Selector`."""
 
-    def __init__(self, c: Selector, head: BlockHead, rngs: nnx.Rngs):
-        self.top_k = min(c.top_k, head.vocab)
-        self.before = weight(rngs, (head.tokens, c.rank), ("vocab", None))
-        self.after = weight(rngs, (head.vocab, c.rank), ("vocab", None))
-        self.project = Linear(rngs, (head.config.width, c.rank), ("embed", None), False)
+    def __init__(self, c: Selector, sizes: BlockSizes, rngs: nnx.Rngs):
+        self.top_k = min(c.top_k, sizes.vocab)
+        self.before = weight(rngs, (sizes.tokens, c.rank), ("vocab", None))
+        self.after = weight(rngs, (sizes.vocab, c.rank), ("vocab", None))
+        self.project = Linear(rngs, (sizes.width, c.rank), ("embed", None), False)
 
     def prepare(self, hidden: Array) -> Array:
         return self.project(hidden)
@@ -211,25 +227,25 @@ class Refiner(Correction):
     ratio: int = 2
     opening: ClassVar[Opening] = "before"
 
-    def memory(self, head: BlockHead) -> int:
-        return self.rank * head.block
+    def memory(self, sizes: BlockSizes) -> int:
+        return self.rank * sizes.block
 
-    def module(self, head: BlockHead, rngs: nnx.Rngs) -> RefinerNetwork:
-        return RefinerNetwork(self, head, rngs)
+    def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> RefinerNetwork:
+        return RefinerNetwork(self, sizes, rngs)
 
 
 class RefinerNetwork(CorrectionNetwork):
     """The network of `Refiner`; its memory has the vectors of all slots so far."""
 
-    def __init__(self, c: Refiner, head: BlockHead, rngs: nnx.Rngs):
-        r, wide = c.rank, head.config.width
+    def __init__(self, c: Refiner, sizes: BlockSizes, rngs: nnx.Rngs):
+        r, wide = c.rank, sizes.width
         small = lambda a, b: Linear(rngs, (a, b), (None, None), False)
-        self.table = weight(rngs, (head.tokens, r), ("vocab", None))
+        self.table = weight(rngs, (sizes.tokens, r), ("vocab", None))
         self.own, self.mean = small(wide, r), small(wide, r)
         self.fuse = small(3 * r, r)
-        self.mix = nnx.Param(jnp.zeros((r, head.block, head.block)), axes=(None, None, None))
+        self.mix = nnx.Param(jnp.zeros((r, sizes.block, sizes.block)), axes=(None, None, None))
         self.gate, self.up, self.down = small(r, c.ratio * r), small(r, c.ratio * r), small(c.ratio * r, r)
-        self.readout = Linear(rngs, (r, head.vocab), (None, "vocab"), False)
+        self.readout = Linear(rngs, (r, sizes.vocab), (None, "vocab"), False)
 
     def prepare(self, hidden: Array) -> Array:
         mean = jnp.broadcast_to(hidden.mean(1, keepdims=True), hidden.shape)
@@ -271,4 +287,4 @@ def walk(network: CorrectionNetwork, logits: Array, seen: Array, tokens: Array, 
     return jax.lax.scan(visit, memory, by_slot)[1].swapaxes(0, 1)
 
 
-__all__ = ["Correction", "CorrectionNetwork", "Markov", "PrefixGRU", "Refiner", "Selector", "walk"]
+__all__ = ["BlockSizes", "Correction", "CorrectionNetwork", "Markov", "PrefixGRU", "Refiner", "Selector", "walk"]

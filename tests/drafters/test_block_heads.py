@@ -24,7 +24,7 @@ from decodax.models.drafters.block_training import blocks_at
 from decodax.models.drafters.corrections import Markov, PrefixGRU, Refiner, Selector
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.stack import MedusaHead
-from decodax.train.block_drafters import Anchored
+from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.drafters import target_outputs
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
@@ -179,7 +179,7 @@ def test_an_entry_of_the_registry_takes_a_trained_drafter(name):
 @pytest.mark.parametrize("name", ["dflash", "dspark", "domino"])
 def test_training_lowers_the_loss(name):
     network, target = model("llama")
-    objective = Anchored(network, HEADS[name], anchors=6, base=0.3 if name == "domino" else 0.0)
+    objective = AnchoredBlocks(network, HEADS[name], anchors=6, base=0.3 if name == "domino" else 0.0)
     batch = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (4, 25)), jnp.int32)
     step = jax.jit(jax.value_and_grad(lambda w: objective(w, batch, target), has_aux=True))
     weights = HEADS[name].init_params(jax.random.key(0))
