@@ -172,7 +172,7 @@ class PrefixGRUNetwork(CorrectionNetwork):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selector(Correction):
+class CandidateSelector(Correction):
     """The candidate selector of DFlash2: of the `top_k` likeliest tokens `c` of a slot, the logit grows by `sum_r
     P[token]_r (H hidden)_r S[c]_r`; all other tokens are left out.
 
@@ -189,9 +189,9 @@ class Selector(Correction):
 
 
 class SelectorNetwork(CorrectionNetwork):
-    """The network of `Selector`."""
+    """The network of `CandidateSelector`."""
 
-    def __init__(self, c: Selector, sizes: BlockSizes, rngs: nnx.Rngs):
+    def __init__(self, c: CandidateSelector, sizes: BlockSizes, rngs: nnx.Rngs):
         self.top_k = min(c.top_k, sizes.vocab)
         self.before = weight(rngs, (sizes.tokens, c.rank), ("vocab", None))
         self.after = weight(rngs, (sizes.vocab, c.rank), ("vocab", None))
@@ -287,4 +287,4 @@ def walk(network: CorrectionNetwork, logits: Array, seen: Array, tokens: Array, 
     return jax.lax.scan(visit, memory, by_slot)[1].swapaxes(0, 1)
 
 
-__all__ = ["BlockSizes", "Correction", "CorrectionNetwork", "Markov", "PrefixGRU", "Refiner", "Selector", "walk"]
+__all__ = ["BlockSizes", "CandidateSelector", "Correction", "CorrectionNetwork", "Markov", "PrefixGRU", "Refiner", "walk"]

@@ -16,7 +16,7 @@ from decodax.io.files import CheckpointError, write_files
 from decodax.models import llama
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at
-from decodax.models.drafters.corrections import Markov, PrefixGRU, Refiner, Selector
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.names import flatten
 from tests.drafters import given
@@ -83,7 +83,7 @@ LAYOUTS = {
         projector_type="domino", emb_dim=5, gru_hidden_dim=7, pure_draft_prefix_len=1, shift_label=True)),
         block(first_predicts=True, correction=PrefixGRU(7, 5, 1))),
     "dflash2": (BODY | dict(dflash_config=OWN | dict(selector_rank=6, selector_top_k=5)),
-                block(correction=Selector(6, 5), convolution=LocalConvolution(2, 4))),
+                block(correction=CandidateSelector(6, 5), convolution=LocalConvolution(2, 4))),
     "speculators": (dict(speculators_model_type="xpress", transformer_layer_config=LAYERS, block_size=4,
                          mask_token_id=23, aux_hidden_state_layer_ids=[2, 5], xpress_rank=6, xpress_mlp_ratio=3),
                     block(correction=Refiner(6, 3), window_from="newest")),

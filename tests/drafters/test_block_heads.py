@@ -21,7 +21,7 @@ from decodax.core.types import embeddings, logits_of
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at
-from decodax.models.drafters.corrections import Markov, PrefixGRU, Refiner, Selector
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.stack import MedusaHead
 from decodax.train.block_drafters import AnchoredBlocks
@@ -45,7 +45,7 @@ HEADS = {
     "dspark-rnn": block(correction=Markov(6, "rnn")),
     "domino": block(first_predicts=True, correction=PrefixGRU(8, 6)),
     "domino-silent": block(correction=PrefixGRU(8, 6, first=0)),
-    "dflash2": block(correction=Selector(6, 5), convolution=LocalConvolution(2, 4)),
+    "dflash2": block(correction=CandidateSelector(6, 5), convolution=LocalConvolution(2, 4)),
     "xpress": block(correction=Refiner(6)),
 }
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])

@@ -24,7 +24,7 @@ from decodax.io.drafters.tensors import Source, Tensors, taps
 from decodax.io.files import CheckpointError
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
-from decodax.models.drafters.corrections import Correction, Markov, PrefixGRU, Refiner, Selector
+from decodax.models.drafters.corrections import CandidateSelector, Correction, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.families import read_config
 from decodax.models.names import LLAMA, flatten
@@ -38,7 +38,7 @@ MODULES = {
     "taps": "fc", "tap_norm": "hidden_norm", "norm": "norm", "lm_head": "lm_head", "confidence": "confidence_head.proj",
     Markov: {"out": "markov_head.markov_w2", "gate": "markov_head.gate_proj", "joint": "markov_head.joint_proj"},
     PrefixGRU: {"down": "embed_proj.0", "up": "embed_proj.2"},
-    Selector: {"project": "candidate_selector.hidden_projection"},
+    CandidateSelector: {"project": "candidate_selector.hidden_projection"},
     Refiner: {ours: f"refiner_head.{theirs}" for ours, theirs in (
         ("own", "down_h"), ("mean", "down_g"), ("fuse", "in_proj"), ("gate", "mlp_gate"), ("up", "mlp_up"),
         ("down", "mlp_down"), ("readout", "readout"))}}
@@ -46,7 +46,8 @@ TENSORS = {
     "embed": "embed_tokens.weight",
     Markov: {"table": "markov_head.markov_w1.weight"},
     PrefixGRU: {"into.kernel": "prefix_gru.weight_ih_l0", "again.kernel": "prefix_gru.weight_hh_l0"},
-    Selector: {"before": "candidate_selector.predecessor_codebook", "after": "candidate_selector.successor_codebook"},
+    CandidateSelector: {"before": "candidate_selector.predecessor_codebook",
+                        "after": "candidate_selector.successor_codebook"},
     Refiner: {"table": "refiner_head.token_embed.weight", "mix": "refiner_head.mix_l"}}
 
 
@@ -232,7 +233,7 @@ def _correction(kind: str, entry: Any) -> Correction | None:
         return PrefixGRU(int(entry("gru_hidden_dim", 1024)), int(entry("emb_dim", 256)),
                          int(entry("pure_draft_prefix_len", 0)))
     if kind == "dflash2":
-        return Selector(int(entry("selector_rank", 256)), int(entry("selector_top_k", 16)))
+        return CandidateSelector(int(entry("selector_rank", 256)), int(entry("selector_top_k", 16)))
     if kind == "xpress":
         return Refiner(int(entry("xpress_rank", 256)), int(entry("xpress_mlp_ratio", 2)))
     return None
