@@ -287,4 +287,5 @@ def walk(network: CorrectionNetwork, logits: Array, seen: Array, tokens: Array, 
     return jax.lax.scan(visit, memory, by_slot)[1].swapaxes(0, 1)
 
 
-__all__ = ["BlockSizes", "CandidateSelector", "Correction", "CorrectionNetwork", "Markov", "PrefixGRU", "Refiner", "walk"]
+__all__ = ["BlockSizes", "CandidateSelector", "Correction", "CorrectionNetwork", "Markov", "PrefixGRU", "Refiner",
+           "walk"]

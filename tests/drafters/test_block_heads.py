@@ -142,7 +142,7 @@ TREES = 25_000
 @pytest.mark.parametrize(("name", "shape", "verify", "ids"), [
     ("dflash", Chain(3), Rejection(), None), ("dspark", SurvivalChain(3, 0.25), Rejection(), None),
     ("domino", Fixed.balanced(2, 2), MultiRound(), None), ("dflash2", Chain(3), Rejection(), None),
-    ("dflash", Chain(3), Rejection(), tuple(range(5, 12))), ("dspark", ConfidenceTree(5, 3, 2), Rejection(), None)])
+    ("dflash", Chain(3), Rejection(), tuple(range(5, 12))), ("dspark", ConfidenceTree(5, 3, 2), MultiRound(), None)])
 def test_drafts_of_a_head_keep_the_targets_distribution(name, shape, verify, ids):
     """Also those that are cut by confidence, and of a head that knows only some of the tokens."""
     vocab = VOCABULARY if ids is None else len(ids)

@@ -13,6 +13,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     medusa,
     mlp_speculator,
     mtp,
+    p_eagle,
     xpress,
 )
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
