@@ -208,9 +208,10 @@ class BlockNetwork(nnx.Module):
         self.lm_head = Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias) if h.own_head else None
         self.embed = weight(rngs, (h.tokens, c.width), ("vocab", "embed")) if h.own_table else None
         self.correction: Any = None if h.correction is None else h.correction.module(h.sizes, rngs)
-        if h.confidence == "token" and not hasattr(self.correction, "table"):
+        table = getattr(self.correction, "table", None)
+        if h.confidence == "token" and table is None:
             raise ValueError("confidence: got 'token', takes a head with a Markov correction")
-        wide = c.width + (self.correction.table.shape[1] if h.confidence == "token" else 0)
+        wide = c.width + (table.shape[1] if table is not None and h.confidence == "token" else 0)
         self.confidence = Linear(rngs, (wide, 1), (None, None), True) if h.confidence is not None else None
 
     def embedding(self, embed: Embed) -> Embed:

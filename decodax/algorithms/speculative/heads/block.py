@@ -111,8 +111,8 @@ class BlockDraft(TrainedHead):
         memory, answer = self._answer(params, state, level.tokens, depth, take(state.memory, level.parents))
         return state.replace(memory=lax.dynamic_update_slice_in_dim(state.memory, memory, level.at + 1, 1)), answer
 
-    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
-                state: BlockState) -> BlockState:        # type: ignore[override]
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,    # type: ignore[override]
+                state: BlockState) -> BlockState:
         features = self.head.features(out.hidden, out.layers)
         if decision is None:                # a chunk of the prompt
             positions, live = window.positions, window.live
