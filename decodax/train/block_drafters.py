@@ -7,6 +7,7 @@ drafts before (DFlash, Chen, Liang and Liu, 2026; DSpark, Cheng et al., 2026).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,6 +49,11 @@ class AnchoredBlocks:
     base: float = 0.0
     ids: tuple[int, ...] | None = None
     dtype: str = "float32"
+
+    @property
+    def steps(self) -> int:
+        """Number of drafts of a block."""
+        return self.head.longest
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss, a mean over drafts, and scalars to log: "loss", and the acceptance at each depth.
@@ -95,4 +101,12 @@ class AnchoredBlocks:
         return loss, {"loss": loss, **scalars}
 
 
-__all__ = ["AnchoredBlocks"]
+@partial(jax.jit, static_argnames="objective")
+def block_acceptances(objective: AnchoredBlocks, weights: Tree, params: Tree, tokens: Array) -> Array:
+    """Returns the mean acceptance of each draft of a block at temperature 1, `f32[K]`, on texts `i32[B, T]`, if all
+    drafts before it are the text's. `weights` are the target's."""
+    scalars = objective(params, jnp.pad(tokens, ((0, 0), (0, 1))), weights)[1]
+    return jnp.stack([scalars[f"accepted_{k + 1}"] for k in range(objective.steps)])
+
+
+__all__ = ["AnchoredBlocks", "block_acceptances"]

@@ -37,7 +37,8 @@ class BlockHead(ModuleHead):
         config: shape and options of its layers; `vocab` is its number of logits, `width` that of embeddings and hidden
             states.
         block: number of slots `S`.
-        mask: the target's token in the slots after the first.
+        mask: the target's token in the slots after the first; None: they have a learned vector in place of an
+            embedding, for targets without an unused token.
         feature_width: width of one of the target's layers; None: `config.width`.
         target_vocab: number of the target's tokens; None: `vocab`.
         first_predicts: True: slot `k` predicts the token after its position (DSpark). False: it predicts the token at
@@ -56,7 +57,7 @@ class BlockHead(ModuleHead):
 
     config: DecoderConfig = dataclasses.field(kw_only=True)
     block: int = dataclasses.field(kw_only=True)
-    mask: int = dataclasses.field(kw_only=True)
+    mask: int | None = None
     feature_width: int | None = None
     target_vocab: int | None = None
     first_predicts: bool = False
@@ -75,7 +76,7 @@ class BlockHead(ModuleHead):
         least = 1 if self.first_predicts else 2
         if self.block < least:
             raise ValueError(f"block: got {self.block}, takes at least {least}")
-        if not 0 <= self.mask < self.tokens:
+        if self.mask is not None and not 0 <= self.mask < self.tokens:
             raise ValueError(f"mask: got {self.mask}, takes a token below {self.tokens}")
         c = self.config
         if c.recurrent or c.latent or c.shared or c.streams is not None or any(
@@ -141,7 +142,7 @@ class BlockHead(ModuleHead):
         used."""
         assert attend is not None
         network = self.network(weights)
-        hidden, entries = network(network.embedding(embed)(tokens).astype(state.dtype), positions, attend)
+        hidden, entries = network(network.embedded(embed, tokens).astype(state.dtype), positions, attend)
         return Step(hidden=hidden, state=hidden, entries=entries)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
@@ -207,6 +208,7 @@ class BlockNetwork(nnx.Module):
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias) if h.own_head else None
         self.embed = weight(rngs, (h.tokens, c.width), ("vocab", "embed")) if h.own_table else None
+        self.mask = weight(rngs, (c.width,), ("embed",)) if h.mask is None else None
         self.correction: Any = None if h.correction is None else h.correction.module(h.sizes, rngs)
         table = getattr(self.correction, "table", None)
         if h.confidence == "token" and table is None:
@@ -218,6 +220,14 @@ class BlockNetwork(nnx.Module):
         """Returns the embedding table that the head uses."""
         own = self.embed
         return embed if own is None else lambda tokens: own[...][tokens]
+
+    def embedded(self, embed: Embed, tokens: Array) -> Array:
+        """Returns the embeddings `f[B, W, d]` of the tokens of blocks."""
+        x = self.embedding(embed)(tokens)
+        if self.mask is None:
+            return x
+        first = jnp.arange(tokens.shape[1]) % self.h.block == 0
+        return jnp.where(first[:, None], x, self.mask[...].astype(x.dtype))
 
     def enter(self, features: Array) -> Array:
         """Returns the context features of the target's features."""

@@ -34,6 +34,9 @@ OWN = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_l
        "target_layer_ids", "mask_token_id", "num_anchors", "emb_dim")
 """Entries of a drafter's config that are not those of its layers."""
 
+KINDS = ("dflash", "dspark", "domino", "dflash2", "xpress")
+"""The methods whose files are read."""
+
 MODULES = {
     "taps": "fc", "tap_norm": "hidden_norm", "norm": "norm", "lm_head": "lm_head", "confidence": "confidence_head.proj",
     Markov: {"out": "markov_head.markov_w2", "gate": "markov_head.gate_proj", "joint": "markov_head.joint_proj"},
@@ -51,13 +54,26 @@ TENSORS = {
     Refiner: {"table": "refiner_head.token_embed.weight", "mix": "refiner_head.mix_l"}}
 
 
-def read(source: Source, config: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None,
+def is_block_head(config: Mapping[str, Any]) -> bool:
+    """Returns True if a `config.json` is that of a block head."""
+    kinds = " ".join(config.get("architectures") or ())
+    return "dflash_config" in config or config.get("speculators_model_type") in KINDS or any(
+        kind in kinds for kind in ("DFlash", "DSpark", "Domino", "XPress"))
+
+
+def system_of(head: BlockHead) -> str:
+    """Returns the name of the method that a head is drafted with."""
+    named = {Markov: "dspark", PrefixGRU: "domino", CandidateSelector: "dflash2", Refiner: "xpress"}
+    return "jetspec" if head.causal else named.get(type(head.correction), "dflash")     # type: ignore[arg-type]
+
+
+def read(source: Source | Tensors, config: Mapping[str, Any] | None = None, *, layers: Sequence[int] | None = None,
          mask: int | None = None, causal_sliding: bool | None = None, dtype: jax.typing.DTypeLike = "float32"
          ) -> tuple[BlockHead, dict[str, Any], np.ndarray | None]:
     """Reads a block head.
 
     Args:
-        source: a directory, or tensors by name.
+        source: a directory, or tensors by name, or `Tensors` with their config.
         config: its `config.json`; None: that of the directory.
         layers: the target's layers whose outputs are read, counted from 0, for files that do not say.
         mask: the mask token, for files that do not say.
@@ -71,7 +87,7 @@ def read(source: Source, config: Mapping[str, Any] | None = None, *, layers: Seq
         CheckpointError: something is missing or has another shape, or the file leaves open what it means; the message
             says what.
     """
-    tensors = Tensors(source, config)
+    tensors = source if isinstance(source, Tensors) else Tensors(source, config)
     given = tensors.config
     nested = given.get("dflash_config") or {}
     entry = lambda key, default=None: given[key] if given.get(key) is not None else nested.get(key, default)
@@ -182,13 +198,13 @@ def _kind(tensors: Tensors, entry: Any) -> str:
                  ("refiner_head.readout.weight", "xpress")) if name in tensors), None)
     if named == "dflash" and held == "dflash2" and "selector_rank" in (entry("dflash_config") or {}):
         named = "dflash2"
-    if named not in ("dflash", "dspark", "domino", "dflash2", "xpress") or held not in (None, named) or (
+    if named not in KINDS or held not in (None, named) or (
             held is None and named not in ("dflash", "dspark")):
         raise CheckpointError(f"{tensors.name}: says that it is {named!r}, and holds the tensors of "
                               f"{held or 'dflash'!r}; takes files of dflash, dspark, domino, dflash2 or xpress")
     for name in [name for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
                  if name in tensors]:
-        tensors._names[f"candidate_selector.{name}"] = tensors._names.pop(name)
+        tensors.rename(name, f"candidate_selector.{name}")
     return named
 
 

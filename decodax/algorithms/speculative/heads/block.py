@@ -88,7 +88,7 @@ class BlockDraft(TrainedHead):
         h, weights = self.head, params.draft.head
         # a row that goes on after its end keeps nothing of tokens that were cut
         cache = truncate(state.cache, s.length - 1)
-        tokens = jnp.full((s.batch, h.block), h.mask, jnp.int32).at[:, 0].set(s.newest)
+        tokens = jnp.full((s.batch, h.block), h.mask or 0, jnp.int32).at[:, 0].set(s.newest)
         window = (causal if h.causal else bidirectional)(tokens, s.length - 1)
         step = h.step(weights, tokens, self._embed(params), jnp.zeros((), self._dtype(params)), window.positions, 0,
                       self._attend(cache, window))
