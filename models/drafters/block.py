@@ -23,7 +23,7 @@ from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.corrections import BlockSizes, Correction
-from decodax.models.drafters.head import Depth, Embed, ModuleHead, Step, Weights
+from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.drafters.local_convolution import Convolutions, LocalConvolution
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import Linear, Norm, optional, weight
@@ -137,13 +137,13 @@ class BlockHead(ModuleHead):
         return self.network(weights).context(state, positions)
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Attend | None) -> Step:
+             attend: Attend | None) -> HeadStep:
         """Runs the head on blocks: `tokens` are the newest one and masks. `state` gives only the dtype; `depth` is not
         used."""
         assert attend is not None
         network = self.network(weights)
         hidden, entries = network(network.embedded(embed, tokens).astype(state.dtype), positions, attend)
-        return Step(hidden=hidden, state=hidden, entries=entries)
+        return HeadStep(hidden=hidden, state=hidden, entries=entries)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         """Returns the logits `f32[B, W, vocab]` of slots before the correction."""

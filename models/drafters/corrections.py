@@ -90,16 +90,16 @@ class Markov(Correction):
 
     Attributes:
         rank: width of `W1[token]`.
-        kind: "vanilla": as above. "gated": `W1[token]` times the sigmoid of a linear map of hidden state and
+        form: "vanilla": as above. "gated": `W1[token]` times the sigmoid of a linear map of hidden state and
             `W1[token]`. "rnn": a gated state, updated from slot to slot, takes the place of `W1[token]`.
     """
 
     rank: int = 256
-    kind: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    form: Literal["vanilla", "gated", "rnn"] = "vanilla"
     opening: ClassVar[Opening] = "newest"
 
     def memory(self, sizes: BlockSizes) -> int:
-        return self.rank if self.kind == "rnn" else 0
+        return self.rank if self.form == "rnn" else 0
 
     def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> MarkovNetwork:
         return MarkovNetwork(self, sizes, rngs)
@@ -109,12 +109,12 @@ class MarkovNetwork(CorrectionNetwork):
     """The network of `Markov`."""
 
     def __init__(self, c: Markov, sizes: BlockSizes, rngs: nnx.Rngs):
-        self.kind, r, wide = c.kind, c.rank, sizes.width
+        self.form, r, wide = c.form, c.rank, sizes.width
         self.table = weight(rngs, (sizes.tokens, r), ("vocab", None), 0.01)
         # zeros: a fresh correction changes nothing
         self.out = Linear(rngs, (r, sizes.vocab), (None, "vocab"), False, 0.0)
-        self.gate = Linear(rngs, (wide + r, r), (None, None), True) if c.kind == "gated" else None
-        self.joint = Linear(rngs, (2 * r + wide, 3 * r), (None, None), True) if c.kind == "rnn" else None
+        self.gate = Linear(rngs, (wide + r, r), (None, None), True) if c.form == "gated" else None
+        self.joint = Linear(rngs, (2 * r + wide, 3 * r), (None, None), True) if c.form == "rnn" else None
 
     def __call__(self, logits: Array, seen: Array, tokens: Array, embed: Embed, memory: Array, slots: Array
                  ) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from decodax.models.drafters.head import Weights
-from decodax.models.drafters.recurrent import RecurrentHead, RecurrentNetwork
+from decodax.models.drafters.recurrent import RecurrentHead, RecurrentHeadNetwork
 from decodax.models.layers import weight
 
 
@@ -45,7 +45,7 @@ class ParallelHead(RecurrentHead):
         return network.enter(network.mask_feature[...][None, None])
 
 
-class ParallelNetwork(RecurrentNetwork):
+class ParallelNetwork(RecurrentHeadNetwork):
     """The network of a `ParallelHead`."""
 
     def __init__(self, h: ParallelHead, rngs: nnx.Rngs):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.io.drafters import load_drafter, save_drafter
 from decodax.io.drafters.dflash import read, shared_tables, sources
 from decodax.io.drafters.tensors import Tensors
 from decodax.io.files import CheckpointError, write_files
@@ -112,6 +113,12 @@ def test_a_layout_is_read_with_its_settings(name, tmp_path):
     assert dataclasses.replace(got, config=context) == head
     assert ids is None
     jax.tree.map(np.testing.assert_array_equal, read_weights, weights)
+    made = load_drafter(tmp_path)
+    assert made.head == got and made.system == ("dflash" if "dflash" in name and name != "dflash2" else made.system)
+    save_drafter(tmp_path / "own", made, "float32")
+    again = load_drafter(tmp_path / "own")
+    assert again.head == got and again.system == made.system
+    jax.tree.map(np.testing.assert_array_equal, again.params, weights)
 
 
 REFUSED = {
