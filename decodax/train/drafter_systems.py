@@ -15,11 +15,15 @@ import numpy as np
 
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.weight_source import nested
+from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
 
@@ -80,6 +84,14 @@ def _mtp(c: DecoderConfig, vocab: int) -> DraftHead:
     return RecurrentHead((), vocab, config=plain_layers(c, vocab), fuse="norms")
 
 
+def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
+    """Returns a function that makes a block head of two layers and eight slots, with a learned mask."""
+    return lambda c, vocab: BlockHead(tapped(len(c.layers)), vocab, config=plain_layers(c, vocab, 2), block=8,
+                                      target_vocab=c.vocab, **settings)
+
+
+BLOCK_LOSS = "0.9*tv+0.1*hard"
+
 SYSTEMS = {
     "eagle-3": DrafterSystem(_eagle3, 7, share=0.25),
     "eagle": DrafterSystem(_eagle, 1, "soft", features=10.0),
@@ -89,19 +101,25 @@ SYSTEMS = {
     "hydra": DrafterSystem(lambda c, vocab: HydraHead((), vocab, width=c.width, heads=4, own_head=False), 4),
     "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
+    "dflash": DrafterSystem(_block(), 7, "hard"),
+    "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
+    "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),
+    "dflash2": DrafterSystem(_block(correction=CandidateSelector(32), convolution=LocalConvolution(2, 8)), 7, "hard"),
+    "xpress": DrafterSystem(_block(correction=Refiner(32)), 7, BLOCK_LOSS),
+    "jetspec": DrafterSystem(_block(causal=True), 7, BLOCK_LOSS),
 }
 """The drafters that can be trained, by the name of their method."""
 
 
 def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: int | None = None,
-                 loss: str | None = None, dtype: str = "float32") -> Unrolled:
+                 loss: str | None = None, dtype: str = "float32") -> Unrolled | AnchoredBlocks:
     """Returns the objective of a drafter for a target; it holds the network (`Unrolled.head`).
 
     Args:
         system: name of the method, of `SYSTEMS`.
         lm: the target, a result of `decodax.load`.
         ids: `i32[Vd]`, the tokens that it predicts; None: all.
-        drafts: number of tokens that training unrolls; None: the method's.
+        drafts: number of tokens that training unrolls, or that a block predicts; None: the method's.
         loss: name of the loss; None: the method's.
         dtype: dtype of the computation.
 
@@ -115,14 +133,18 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     head = own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids))
     if ids is not None and not getattr(head, "own_head", True):
         raise ValueError(f"ids: {system!r} uses the target's vocabulary matrix, so it predicts all tokens")
+    chosen = None if ids is None else tuple(map(int, ids))
+    if isinstance(head, BlockHead):
+        head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
+        return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:
         raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")
     return Unrolled(lm.model, head, drafts or own.drafts, loss or own.loss, own.decay, own.features,
-                    None if ids is None else tuple(map(int, ids)), dtype)
+                    chosen, dtype)
 
 
-def first_weights(objective: Unrolled, lm: Any, key: jax.Array) -> Weights:
+def first_weights(objective: Unrolled | AnchoredBlocks, lm: Any, key: jax.Array) -> Weights:
     """Returns the weights with which training starts: random, but those that the target's last layer, final norm or
     vocabulary matrix have in the same place and shape are copied from it."""
     head = objective.head

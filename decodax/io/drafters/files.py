@@ -23,7 +23,11 @@ from decodax.io.drafters.published import read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -34,7 +38,8 @@ ENTRY = "decodax_drafter"
 """The entry of `config.json` that marks the library's own layout; its value is the system's name."""
 
 PARTS = {kind.__name__: kind for kind in (
-    RecurrentHead, MedusaHead, HydraHead, MLPSpeculatorHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
+    RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
+    HydraHead, MLPSpeculatorHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
     Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
@@ -94,7 +99,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
                  feeds_back: FeedsBack | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra, IBM's
-    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA).
+    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; DFlash, DSpark, Domino, DFlash2,
+    JetSpec and XPress).
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.

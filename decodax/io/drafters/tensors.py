@@ -53,6 +53,10 @@ class Tensors:
         """The names of all tensors."""
         return list(self._names)
 
+    def rename(self, name: str, new: str) -> None:
+        """Gives a tensor another name."""
+        self._names[new] = self._names.pop(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._names
 

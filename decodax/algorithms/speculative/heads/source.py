@@ -176,14 +176,8 @@ class TrainedHead(Source):
         own = 1 if self.head.parallel else hidden.shape[1]
         logits = self.head.logits(params.draft.head, hidden[:, :own], depth if isinstance(depth, int) else
                                   depth[:, :own], lambda hidden: logits_of(self.model, params.target, hidden))
-        size, ids = self.vocab_size or logits.shape[-1], params.draft.ids
-        if ids is not None:
-            whole = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
-            logits = whole.at[..., ids].set(logits, mode="drop")
-        elif logits.shape[-1] != size:
-            spare = [(0, 0), (0, 0), (0, max(size - logits.shape[-1], 0))]
-            logits = jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :size]
-        return jnp.broadcast_to(logits, (*hidden.shape[:2], size))
+        logits = spread(logits, params.draft.ids, self.vocab_size)
+        return jnp.broadcast_to(logits, (*hidden.shape[:2], logits.shape[-1]))
 
     def _dtype(self, params: Params) -> Any:
         return jnp.result_type(*(x.dtype for x in jax.tree.leaves(params.draft.head)
@@ -227,3 +221,15 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
                          f"{' or '.join(map(repr, systems))}")
     draft.check(lm)
     return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
+
+
+def spread(logits: Array, ids: Array | None, size: int | None) -> Array:
+    """Returns a head's logits `f32[B, W, Vd]` over the target's vocabulary, `f32[B, W, size]`; tokens that the head
+    does not know have -inf. `ids` are those of `HeadWeights`; `size` None: the head's own."""
+    size = size or logits.shape[-1]
+    if ids is not None:
+        return jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype).at[..., ids].set(logits, mode="drop")
+    if logits.shape[-1] == size:
+        return logits
+    spare = [(0, 0), (0, 0), (0, max(size - logits.shape[-1], 0))]
+    return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :size]
