@@ -338,8 +338,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         return _load_gguf(path, dtype, mesh, context, tokenizer, weights, adapter)
     config = read_json(path / "config.json")
     if is_drafter(path):
-        raise CheckpointError(f"name_or_dir: {path} holds a trained drafter; takes decodax.load_drafter, and a model "
-                              "here")
+        raise CheckpointError(f"name_or_dir: {path} holds a trained drafter, which decodax.load_drafter loads")
     packed = weights is not None or quantization(path, config) is not None or ENTRY in config
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
