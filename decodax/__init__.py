@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from decodax.front.score import score
     from decodax.front.serve import serve
     from decodax.front.watermarks import detect_watermark
+    from decodax.io.drafters import load_drafter
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
     from decodax.models import adapters
@@ -74,6 +75,7 @@ _HOMES = {
     "decodax.front.score": ["score"],
     "decodax.front.serve": ["serve"],
     "decodax.front.watermarks": ["detect_watermark"],
+    "decodax.io.drafters": ["load_drafter"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
     "decodax.sampling": ["Policy"],
@@ -84,7 +86,7 @@ __all__ = [
     "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
     "Policy", "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
     "Traits", "Window", "adapters", "algorithms", "bench", "bind", "cache_programs", "caches", "constraints", "contrib",
-    "detect_watermark", "drafts", "generate", "infill", "jobs", "load", "models", "quantize", "run",
+    "detect_watermark", "drafts", "generate", "infill", "jobs", "load", "load_drafter", "models", "quantize", "run",
     "sampling", "save", "score", "search", "select", "serve", "sharding", "step", "stream", "train", "trees", "verify",
     "watch", "zoo",
 ]

@@ -75,6 +75,8 @@ class DecoderConfig:
         layer_inputs: an embedding of its own of each token for every layer, or None.
         streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
+        conditioned: True: the model fills a canvas after a causal text, and reads its last predictions there; the nodes
+            of a canvas have factors of `layer_scale` of their own. See `decodax.models.residual.conditioning`.
         gate_scale, mlp_scale: factors of the MLP's gate before its activation, and of the MLP's outputs.
     """
 
@@ -117,6 +119,7 @@ class DecoderConfig:
     layer_inputs: LayerInputs | None = None
     streams: Streams | None = None
     layer_scale: bool = False
+    conditioned: bool = False
     gate_scale: float = 1.0
     mlp_scale: float = 1.0
 
@@ -158,6 +161,8 @@ class DecoderConfig:
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
         if self.streams is not None and (self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
+        if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
+            raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         if self.latent and (self.latent < len(self.attending) or self.summing or self.attention_softcap is not None

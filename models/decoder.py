@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.core.types import PartialForward
+from decodax.core.types import CanvasNodes, PartialForward
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer, Keep
 from decodax.models.config import DecoderConfig
 from decodax.models.echoes import Echoes, Near
 from decodax.models.images import Images
 from decodax.models.layers import Linear, Norm, optional, weight
-from decodax.models.packed import Packed, embedded, head, multiply
+from decodax.models.packed import Packed, embedded, head, multiply, whole
+from decodax.models.residual.conditioning import SelfConditioning
 from decodax.models.residual.layer_inputs import LayerInputTable
 from decodax.models.residual.streams import StreamEnds
 from decodax.models.rope import Rope
@@ -40,13 +41,14 @@ class Decoder(nnx.Module):
         self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.conditioning = SelfConditioning(c, rngs) if c.conditioned else None
         self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
         self.streams = StreamEnds(c, rngs) if c.streams is not None else None
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
                  begun: PartialForward | None = None, near: Near | None = None, images: Images | None = None,
-                 inputs: Array | None = None
+                 inputs: Array | None = None, canvas: CanvasNodes | None = None
                  ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
         """Runs the layers.
 
@@ -60,12 +62,14 @@ class Decoder(nnx.Module):
             near: attention among the given tokens alone, for layers that use the attention weights of others.
             images: the images in the rows; None: there are none.
             inputs: those of all layers, from `LayerInputTable`, or None.
+            canvas: the nodes of a canvas for a network with self-conditioning; None: there are none.
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
             after each layer.
         """
         tables = self.tables(positions, context, inputs, images)
+        tables["canvas"] = None if canvas is None else canvas.inside
         added = () if images is None else images.after_layers(positions)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
@@ -140,6 +144,11 @@ class Decoder(nnx.Module):
         """Returns the inputs of all layers, or None; see `LayerInputTable`."""
         return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)
 
+    def expected(self, probabilities: Array) -> Array:
+        """Returns the expected embedding `f[..., D]` under probabilities `f[..., V]`."""
+        table = whole(self.embed.get_value(), self.dtype)
+        return probabilities.astype(table.dtype) @ table * jnp.asarray(self.c.embed_scale, table.dtype)
+
     def with_default_dtype(self, dtype: Any) -> Self:
         """Sets the dtype of activations for weights that are all packed, and returns the network."""
         self.default_dtype = dtype
@@ -157,12 +166,12 @@ class Decoder(nnx.Module):
     def tables(self, positions: Array, context: int | None, inputs: Array | None = None,
                images: Images | None = None) -> dict[Any, Any]:
         """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale,
-        the positions, as None, and the layers' inputs, as "inputs"."""
+        the positions, as None, the layers' inputs, as "inputs", and None, as "canvas"."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         table = Rope.table if images is None else images.table
         return {rope: table(rope, positions, context) for rope in ropes} | {
-            scale: scale.table(positions) for scale in scales} | {None: positions, "inputs": inputs}
+            scale: scale.table(positions) for scale in scales} | {None: positions, "inputs": inputs, "canvas": None}
 
     def logits(self, hidden: Array) -> Array:
         """Returns logits `f32[..., V]` of hidden states `f[..., D]`."""

@@ -3,7 +3,8 @@
 The network of LLaDA (Nie et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA 2 (Bie et al. 2025), Dream (Ye et al.
 2025), DiffuCoder (Gong et al. 2025), SDAR (Cheng et al. 2025) and TraDo (Wang et al. 2025), Fast-dLLM v2 (Wu et al.
 2025) and SDLM (Liu et al. 2025) is a decoder like any other (`decodax.models.families`). Such models differ only in
-the data here.
+the data here. DiffusionGemma (Google DeepMind 2026) has no mask token, and reads its last predictions
+(`decodax.models.residual.conditioning`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Diffusion:
     """Settings of a masked diffusion model: how it was trained to fill masks.
 
     Attributes:
-        mask: id of the mask token.
+        mask: id of the mask token; None for a model of uniform diffusion, whose undecided positions have random tokens.
         shift: True if the logits at a position predict the next position, as in models made from autoregressive ones;
             False if they predict the position itself.
         attention: the attention mask. "full": all positions attend to all, the prompt included. "block-causal": a
@@ -32,16 +33,22 @@ class Diffusion:
             another. "causal": masks, too, attend only to earlier positions.
         block: number of positions in a block, or in the canvas after a causal text; None with full attention, where the
             sampler chooses it.
+        conditioning: number of channels of the embeddings of its last predictions that the model reads beside a canvas
+            (self-conditioning); 0: it reads none.
     """
 
-    mask: int
+    mask: int | None
     shift: bool = False
     attention: Attention = "full"
     block: int | None = None
+    conditioning: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, int) or isinstance(self.mask, bool) or self.mask < 0:
+        if self.mask is not None and (not isinstance(self.mask, int) or isinstance(self.mask, bool) or self.mask < 0):
             raise ValueError(f"mask: got {self.mask}, takes a token id")
+        if self.conditioning and (self.conditioning < 0 or self.shift or self.attention != "causal-prefix"):
+            raise ValueError(f"conditioning: got {self.conditioning}, takes 0, or the model's width with causal-prefix "
+                             "attention and no shift")
         if not isinstance(self.shift, bool):
             raise ValueError(f"shift: got {self.shift!r}, takes True or False")
         if self.attention not in get_args(Attention):
@@ -55,6 +62,7 @@ class Diffusion:
 
 PUBLISHED: dict[str, Diffusion] = {
     "Dream": Diffusion(mask=151666, shift=True),
+    "diffusion_gemma": Diffusion(mask=None, attention="causal-prefix", block=256),
     "Fast_dLLM_Qwen": Diffusion(mask=151665, shift=True, attention="block-causal", block=32),
     "llada": Diffusion(mask=126336),
     "llada2_moe": Diffusion(mask=156895, attention="block-causal", block=32),
@@ -65,13 +73,13 @@ PUBLISHED: dict[str, Diffusion] = {
 """Defaults of the released models of each `model_type`, for entries that config.json lacks. SDLM's `model_type` is that
 of Qwen 2; its `text_mask_token_id` identifies it."""
 
-FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
+FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size", "canvas_length")}
 """Keys of config.json that override them."""
 
 MIXTURE = ("num_experts", "moe_layer_freq", "expert_intermediate_size")
 """Keys that identify LLaDA-MoE, whose `model_type` is that of LLaDA."""
 
-READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *MIXTURE,
+READ = ("model_type", "vocab_size", "diffusion", "causal_attn", "text_config", *MIXTURE,
         *(name for names in FIELDS.values() for name in names))
 
 
@@ -108,8 +116,10 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
         found = dataclasses.replace(found, **given)
     else:
         return None
+    if kind == "diffusion_gemma":
+        found = dataclasses.replace(found, conditioning=(c.get("text_config") or {}).get("hidden_size", 2304))
     if kind == "sdlm" and c.get("causal_attn"):
         found = dataclasses.replace(found, attention="causal")
-    if found.mask >= c.get("vocab_size", math.inf):
+    if found.mask is not None and found.mask >= c.get("vocab_size", math.inf):
         raise ValueError(f"mask token: got {found.mask}, takes an id below the vocabulary size, {c['vocab_size']}")
     return found

@@ -60,22 +60,34 @@ KIMI: dict[str, Any] = {
 
 STATES = {"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "y_scale": "norm.weight", "conv_taps": "conv1d.weight",
           "conv_bias": "conv1d.bias"}
+SSD = ("z", "x", "b", "c", "dt")
+"""Parts of the first projection of a block of Mamba-2, in the order of its tensor."""
+
+
+def ssd(inside: str, tensor: str) -> dict[str, str]:
+    """Returns the projections of a block of Mamba-2, by path."""
+    return {**{f"{inside}.in_{x}": f"{tensor}.in_proj" for x in SSD}, f"{inside}.out": f"{tensor}.out_proj"}
+
+
+INPUTS = tuple(f"attn.in_{x}" for x in SSD)
+SCAN = ("attn.in_x", "attn.in_z")
 NEMOTRON_H: dict[str, Any] = {
     "layer": {"attn_in": "norm", "mlp_in": "norm", **{f"attn.{x}": f"mixer.{x}_proj" for x in "qkvo"},
-              "attn.into": "mixer.in_proj", "attn.out": "mixer.out_proj", "mlp.router": "mixer.gate",
+              **ssd("attn", "mixer"), "mlp.router": "mixer.gate",
               **{f"mlp.{x}": f"mixer.{x}_proj" for x in ("up", "down")},
               **{f"mlp.shared.{x}": f"mixer.shared_experts.{x}_proj" for x in ("up", "down")},
               "mlp.latent_in": "mixer.fc1_latent_proj", "mlp.latent_out": "mixer.fc2_latent_proj"},
     "experts": {f"mlp.{x}": f"mixer.experts.{{expert}}.{x}_proj" for x in ("up", "down")},
     "correction": "mixer.gate.e_score_correction_bias", "stem": "backbone.", "embed": "embeddings", "norm": "norm_f",
-    "extra": {f"attn.{ours}": f"mixer.{theirs}" for ours, theirs in STATES.items()}, "further": ("mtp.",)}
-MAMBA = {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"}, "attn.into": "mamba.in_proj",
-         "attn.out": "mamba.out_proj"}
+    "extra": {f"attn.{ours}": f"mixer.{theirs}" for ours, theirs in STATES.items()}, "further": ("mtp.",),
+    "fused": (INPUTS,)}
+MAMBA = {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"}, **ssd("attn", "mamba")}
 BAMBA: dict[str, Any] = {
     "layer": {**MAMBA, "attn_in": "input_layernorm", "mlp_in": "pre_ff_layernorm", "mlp.router": "feed_forward.router",
               **{f"mlp.{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")}},
     "experts": {f"mlp.{x}": f"feed_forward.experts.{{expert}}.{x}_proj" for x in ("gate", "up", "down")},
-    "norm": "final_layernorm", "extra": {f"attn.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}}
+    "norm": "final_layernorm", "extra": {f"attn.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()},
+    "fused": (INPUTS,)}
 SHARED_HALVES = ("mlp.shared.gate", "mlp.shared.up")
 GRANITE: dict[str, Any] = {
     "layer": {**MAMBA, **NORMS, "mlp.router": "block_sparse_moe.router.layer",
@@ -83,14 +95,16 @@ GRANITE: dict[str, Any] = {
               **dict.fromkeys(("mlp.shared.down", "mlp.down"), "shared_mlp.output_linear")},
     "experts": {**dict.fromkeys(("mlp.gate", "mlp.up"), "block_sparse_moe.input_linear.weight"),
                 "mlp.down": "block_sparse_moe.output_linear.weight"},
-    "extra": BAMBA["extra"], "fused": (("mlp.gate", "mlp.up"), SHARED_HALVES)}
+    "extra": BAMBA["extra"], "fused": (INPUTS, ("mlp.gate", "mlp.up"), SHARED_HALVES)}
 
 NAMES: dict[str, dict[str, Any]] = {
     "kimi_linear": KIMI, "nemotron_h": NEMOTRON_H, "granitemoehybrid": GRANITE, "bamba": BAMBA,
-    "falcon_h1": {**BAMBA, "layer": {**BAMBA["layer"], "beside.into": "mamba.in_proj", "beside.out": "mamba.out_proj"},
+    "falcon_h1": {**BAMBA, "layer": {**BAMBA["layer"], **ssd("beside", "mamba")},
+                  "fused": (tuple(f"beside.in_{x}" for x in SSD),),
                   "extra": {f"beside.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}},
-    "jamba": {**BAMBA, "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
-                                 **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
+    "jamba": {**BAMBA, "fused": (SCAN,),
+              "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
+                        **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
     "lfm2": LFM2, "lfm2_moe": LFM2,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),

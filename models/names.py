@@ -190,8 +190,8 @@ FAMILY_NAMES = {
 IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Buffers in older files, which are recomputed and not loaded."""
 
-IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual|embed_vision"
-                    r"|vision_embedder|audio_tower|embed_audio)\.")
+IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
+                    r"|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
 """Tensors of the parts of multimodal models that read images or sound."""
 
 

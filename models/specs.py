@@ -8,7 +8,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from decodax.common.axes import EXPERT
 from decodax.models.config import DecoderConfig
-from decodax.models.recurrent.options import GatedDelta, ShortConv
+from decodax.models.recurrent.options import GatedDelta, RgLru, SelectiveScan, ShortConv, Ssd
+
+RECURRENT = {"conv_channels": (ShortConv, "channels"), "delta_heads": (GatedDelta, "key_heads"),
+             "ssm_heads": (Ssd, "heads"), "ssm_groups": (Ssd, "groups"), "scan_channels": (SelectiveScan, "inner"),
+             "rg_blocks": (RgLru, "blocks")}
+"""Axes of recurrent blocks: the options in which their number is, and its name there."""
 
 
 def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
@@ -28,10 +33,8 @@ def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh,
              "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers)),
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
              "shared_mlp": math.gcd(*(e.shared for e in experts)),
-             "conv_channels": math.gcd(*(layer.recurrent.channels for layer in config.layers
-                                         if isinstance(layer.recurrent, ShortConv))),
-             "delta_heads": math.gcd(*(layer.recurrent.key_heads for layer in config.layers
-                                       if isinstance(layer.recurrent, GatedDelta)))}
+             **{name: math.gcd(*(getattr(layer.recurrent, what) for layer in config.layers
+                                 if isinstance(layer.recurrent, kind))) for name, (kind, what) in RECURRENT.items()}}
     size = dict(mesh.shape)
 
     def over(name: str | None) -> str | None:

@@ -36,6 +36,7 @@ from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
 from decodax.models.packed import Adapted, embedded, whole
 from decodax.models.recurrent.blocks import recurrent_states
+from decodax.models.residual import conditioning
 from decodax.models.rope import Dynamic, LongRope
 from decodax.models.specs import weight_spec
 from decodax.pallas_kernels.window_attention import window_attention, window_attention_lse
@@ -102,12 +103,11 @@ class Transformer(LayeredModel):
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config
         encodes = self.encodes
-        if encodes and params is not None and inputs is None:
-            raise ValueError("inputs: got None, takes an EncoderText for a Transformer with prefix linear attention")
-        if inputs is not None and not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows):
+        if (encodes and params is not None) if inputs is None else (
+                not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows)):
             takes = "an EncoderText for a Transformer with prefix linear attention" if encodes else (
                 "Embeddings or AdapterRows for a Transformer")
-            raise ValueError(f"inputs: got {named(inputs)}, takes {takes}")
+            raise ValueError(f"inputs: got {None if inputs is None else named(inputs)}, takes {takes}")
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
@@ -115,9 +115,8 @@ class Transformer(LayeredModel):
         layers = kv_layers(c, self.context)
         made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
-            return PerLayer(base=made(),
-                            linear=recurrent_states(c, batch, capacity, dtype, given),
-                            where=self._places(c.attending, c.recurrent))
+            return PerLayer(base=made(), where=self._places(c.attending, c.recurrent),
+                            linear=recurrent_states(c, batch, capacity, dtype, given))
         if not c.summing:
             cache = made()
             if c.echoed and not isinstance(cache, Dense):
@@ -134,8 +133,7 @@ class Transformer(LayeredModel):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        return PerLayer(base=made(), linear=states,
-                        where=self._places(c.attending, c.summing))
+        return PerLayer(base=made(), linear=states, where=self._places(c.attending, c.summing))
 
     def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
         """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache."""
@@ -169,17 +167,19 @@ class Transformer(LayeredModel):
         params, by_row = _chosen(params, cache)
         network, images = _network(self.config, params, self.dtype), images_of(cache)
         window = window if images is None else images.seen(window)
+        canvas = conditioning.of(window, network)
         x, inputs = _embedded(network, window, cache)
         first = layers_read(cache) if window.is_prefill else None
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 
         def unpacked() -> tuple[Array, Any, tuple[Array, ...]]:
-            attend: Attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+            attend: Attend = lambda layer, q, k, v, **options: cache.attend(
+                layer, q, k, v, conditioning.reaching(window, canvas), **options)
             attend = (Expanding.of(cache, window) if c.latent and not c.indexed else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
-                           begun if begun is not None and begun.model == self else None, near, images, inputs)
+                           begun if begun is not None and begun.model == self else None, near, images, inputs, canvas)
 
         def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
             assert packing is not None
@@ -189,13 +189,14 @@ class Transformer(LayeredModel):
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
         if packing is None or keep is not None or begun is not None or by_row or c.echoed or c.recurrent or (
-                c.indexed or images is not None):
+                c.indexed or images is not None or canvas is not None):
             hidden, entries, layers = unpacked()
         else:
             hidden, entries, layers = packing.run(window.live, packed, unpacked)
         if first is not None:
             entries = (*entries[:first], layers[first - 1])
-        return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
+        return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm,
+                   expect=network.expected if c.conditioned else None)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()
@@ -207,21 +208,17 @@ class Transformer(LayeredModel):
         return x, lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
 
     def _apart(self) -> None:
-        if self.config.shared:
-            raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
-                             "cannot run one by one")
-        if self.config.streams is not None:
-            raise ValueError("layers: they have several residual streams, so they cannot run one by one")
-        if self.config.stateful:
-            raise ValueError("layers: some have linear attention or a recurrent block, so they cannot run one by one")
+        c = self.config
+        why = ("some read the keys and values of others, or repeat their attention" if c.shared else
+               "they have several residual streams" if c.streams is not None else
+               "some have linear attention or a recurrent block" if c.stateful else None)
+        if why is not None:
+            raise ValueError(f"layers: {why}, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
-        if self.config.values_of_key > 1:
-            raise ValueError("value_heads: got more than kv_heads, so the values of a query head are not projected by "
-                             "a single matrix")
-        if self.config.echoed:
-            raise ValueError("layers: some repeat the attention of others, so the attended values of a layer are "
-                             "projected by several matrices")
+        if self.config.values_of_key > 1 or self.config.echoed:
+            raise ValueError("value_heads or layers: several matrices project the values of a head, where there are "
+                             "more than kv_heads, or where layers repeat the attention of others")
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache uses one rule for all rows
@@ -230,6 +227,9 @@ class Transformer(LayeredModel):
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params, self.dtype)
         return embedded(network.embed.get_value(), tokens, network.dtype)
+
+    def logits(self, params: Weights, hidden: Array) -> Array:
+        return _network(self.config, params, self.dtype).logits(hidden)
 
     def pieces(self, params: Weights) -> Pieces:
         self._apart()
@@ -270,8 +270,7 @@ class Transformer(LayeredModel):
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
-        network = _network(self.config, params, self.dtype)
-        images = inputs if isinstance(inputs, Images) else None
+        network, images = _network(self.config, params, self.dtype), inputs if isinstance(inputs, Images) else None
         values, given = (None, None) if inputs is None else (inputs.values, inputs.given) if images is None else (
             images.at(where))
         if images is not None and images.number is not None:
@@ -393,6 +392,7 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> tuple[Array, Ar
         values, which = (own, here) if values is None or which is None else (
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
     x = network.embedded(window.tokens, window.positions, values, which)
+    x = x if (canvas := conditioning.of(window, network)) is None else network.conditioning(x, canvas)
     return x, network.inputs(window.tokens, x, which)
 
 

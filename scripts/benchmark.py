@@ -11,9 +11,10 @@
     python scripts/benchmark.py jobs --requests 2000 --batch-size 64 --algorithm prompt-lookup
     python scripts/benchmark.py kernels --form int8 pages --batch 64 --capacity 8192 --live 8192
     python scripts/benchmark.py tpu --shape 8b 1b --mesh 1x8 2x4 --policy greedy top-p
+    python scripts/benchmark.py presets lfm2-1.2b phi-4
 
-`rounds`, `weights`, `load` and `beams` need the test extra (torch, transformers); `tpu` needs the extra `tpu-aot` and
-no TPU. `benchmark.py NAME --help` lists the options.
+`rounds`, `weights`, `load` and `beams` need the test extra (torch, transformers); `tpu` and `presets` need the extra
+`tpu-aot` and no TPU. `benchmark.py NAME --help` lists the options.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ BENCHMARKS = {
                    window=dict(default=(1,), nargs="*", type=int), tree=dict(default=(), nargs="+", type=int), batch=16,
                    capacity=2048, live=int, layers=dict(type=int, help="layers, which may be fewer than the shape has"),
                    json=dict(default=False, help="print a JSON object a line"), dumped=False),
+    "presets": Command("presets of `decodax plan`, each compiled for a TPU slice that it fits",
+                       names=dict(default=(), nargs="*", positional=True, help="presets (default: all)"), batch=16,
+                       capacity=8192, counted=False, json=dict(default=False, help="print a JSON object a line")),
 }
 MEANING = {
     "only": "comparisons to run", "repeats": "times that each side runs", "new": "new tokens (of jobs: log-normal)",
@@ -77,7 +81,8 @@ MEANING = {
     "topology": "such as v5e:2x4, v5p:2x2x1, v6e:2x4", "shape": "shapes of the model",
     "mesh": "devices along the data and model axes; a smaller mesh leaves devices out",
     "policy": "rules of sampling; top-p is a temperature and top-p 0.95",
-    "weights": "arrays of bfloat16, or packed kernels", "tree": "also token recycling with trees of this many nodes",
+    "weights": "arrays of bfloat16, or packed kernels", "counted": "count from shapes alone, without the compiler",
+    "tree": "also token recycling with trees of this many nodes",
     "dumped": "read the text that the compiler writes itself (gigabytes, in a temporary directory), for programs that "
               "XLA cannot print afterwards; without estimates of cycles"}
 """Help of the options."""
@@ -90,7 +95,7 @@ HOME = dict.fromkeys(("caches", "beams", "constraints", "jobs"), "calls")
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status."""
     args = commands.parser(__doc__, BENCHMARKS, MEANING, "Measures").parse_args(argv)
-    if args.command in ("rounds", "weights", "load", "tpu"):
+    if args.command in ("rounds", "weights", "load", "tpu", "presets"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return commands.run("benchmark.py", args, lambda args: importlib.import_module(
         f"benchmarks.{HOME.get(args.command, args.command)}").main(args))

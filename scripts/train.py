@@ -4,6 +4,7 @@
     python scripts/train.py lm --preset pycode-draft --teacher models/zoo/pycode
     python scripts/train.py diffusion --preset tasks-diffusion
     python scripts/train.py recall                      # also sums, numerals
+    python scripts/train.py drafter --system eagle-3 --target pycode
     python scripts/train.py grpo --lora 8
 
 A killed run continues where it stopped when the same command is given again. A finished one leaves a directory for
@@ -23,6 +24,7 @@ from recipes.options import PRESETS, GrpoOptions, from_arguments, options_of
 TEXTS = {
     "lm": "language models of Python, with distillation from a teacher",
     "diffusion": "masked diffusion models, certainty forcing and filters for Learn2PD",
+    "drafter": "drafters for speculative decoding: Medusa, Hydra, EAGLE and others, for a target that does not change",
     "recall": "the long-context model that cache policies are measured on",
     "sums": "the model that works out sums, which searches are measured on",
     "numerals": "the Markov transformer for cascaded decoding",

@@ -35,10 +35,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from decodax.cache.scratch import AttentionView
+from decodax.common.axes import DATA, MODEL
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, Layout, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
@@ -55,10 +57,10 @@ class ConvInputs(Struct):
     """The entry of a layer with a short convolution and no recurrence.
 
     Attributes:
-        inputs: `f[B, W, C]`, inputs of the convolution.
+        inputs: inputs of the convolution, a pytree of arrays `f[B, W, ...]`.
     """
 
-    inputs: Array
+    inputs: PyTree
 
 
 @struct
@@ -66,7 +68,7 @@ class Factors(Struct):
     """The entry of a layer of linear recurrence, with the symbols of this module's docstring.
 
     Attributes:
-        inputs: `f[B, W, C]`, inputs of the convolution.
+        inputs: inputs of the convolution, a pytree of arrays `f[B, W, ...]`.
         keys: `f32[B, W, G, N]`, `k`.
         values: `f32[B, W, H, P]`, `v`, of the delta rule `u`; the number of heads `H` is a multiple of the number of
             groups `G`.
@@ -74,7 +76,7 @@ class Factors(Struct):
             have decays of their own.
     """
 
-    inputs: Array
+    inputs: PyTree
     keys: Array
     values: Array
     total: Array
@@ -85,7 +87,8 @@ class LinearRecurrent(Sized, DraftBase):
     """The state of each linear recurrence after the verified text.
 
     Attributes:
-        rings: for each layer `f[B, R, C]`, the last `R` inputs of its convolution, oldest first; zeros before the text.
+        rings: for each layer the last `R` inputs of its convolution, oldest first, a pytree of arrays `f[B, R, ...]`;
+            zeros before the text.
         states: for each layer `f32[B, H, N, P]`, the matrix `S` of each head; None for a layer that has a convolution
             alone.
         length: `i32[B]`, number of tokens of the verified text.
@@ -95,21 +98,28 @@ class LinearRecurrent(Sized, DraftBase):
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
 
-    rings: tuple[Array, ...]
+    rings: tuple[PyTree, ...]
     states: tuple[Array | None, ...]
     length: Array
     size: int = static()
     given: PyTree = None
 
-    def before(self, layer: int, x: Array, window: Window | AttentionView) -> Array:
-        """Returns the convolution's inputs at the `R` nearest ancestors of each node, `f[B, W, R, C]`, the farthest
-        first. `x` has the inputs at the nodes themselves, `f[B, W, C]`. `window` is the window, or a view of it with
-        the entry of nodes of earlier windows in `before`."""
-        if window.before is not None:
-            x = jnp.concatenate([window.before.inputs, x.astype(window.before.inputs.dtype)], 1)
-        return _latest(self.rings[layer], self.length, x, window.key_positions, window.visible(), window.positions)
+    @property
+    def layout(self) -> Layout:
+        # The axis of heads, groups or channels is the first after that of nodes.
+        return Layout(specs=dict(rings=jax.tree.map(lambda x: PartitionSpec(DATA, None, MODEL), self.rings)))
 
-    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window | AttentionView, *,
+    def before(self, layer: int, x: PyTree, window: Window | AttentionView) -> PyTree:
+        """Returns the convolution's inputs at the `R` nearest ancestors of each node, the farthest first: a pytree of
+        arrays `f[B, W, R, ...]`. `x` has the inputs at the nodes themselves, `f[B, W, ...]`. `window` is the window, or
+        a view of it with the entry of nodes of earlier windows in `before`."""
+        if window.before is not None:
+            x = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], 1), window.before.inputs, x)
+        return jax.tree.map(lambda ring, x: _latest(ring, self.length, x, window.key_positions, window.visible(),
+                                                    window.positions), self.rings[layer], x)
+
+    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: PyTree,
+              window: Window | AttentionView, *,
               chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
         """Runs the recurrence over a window. Each node starts from its parent's state.
 
@@ -119,7 +129,7 @@ class LinearRecurrent(Sized, DraftBase):
             v: `f[B, W, H, P]`, values.
             decay: `f[B, W, H]`, the decay `g` of each head, at most 0; or `f[B, W, H, N]`, that of each channel of its
                 keys.
-            x: inputs of the convolution, `f[B, W, C]`, which are stored in the entry.
+            x: inputs of the convolution, a pytree of arrays `f[B, W, ...]`, which are stored in the entry.
             window: the window, or a view of it with the `Factors` of nodes of earlier windows in `before`.
             chunk: number of nodes of a prompt that are computed together; time and memory of a node grow with it.
             rate: `f[B, W, H]`, the rates `b` of the delta rule; None: a recurrence without it.
@@ -138,7 +148,7 @@ class LinearRecurrent(Sized, DraftBase):
         above, own = seen[..., :-W], seen[..., -W:]
         total = _totals(own, decay)
         if old is None:
-            known, mine = Factors(inputs=x[:, :0], keys=k[:, :0], values=v[:, :0], total=total[:, :0]), own
+            known, mine = Factors(inputs=(), keys=k[:, :0], values=v[:, :0], total=total[:, :0]), own
         else:
             # The nearest ancestor of an earlier window has the sum of all of those.
             nearest = jnp.argmax(jnp.where(above, window.key_positions[:, None, :-W], -1), -1)
@@ -152,11 +162,12 @@ class LinearRecurrent(Sized, DraftBase):
 
     def commit(self, entries: Entries, slots: Array) -> LinearRecurrent:
         length = jnp.maximum(self.length, slots.max(1) + 1)
-        rings: list[Array] = []
+        rings: list[PyTree] = []
         states: list[Array | None] = []
         for ring, state, own in zip(self.rings, self.states, entries, strict=True):
-            latest = _latest(ring, self.length, own.inputs, slots, (slots >= 0)[:, None], length[:, None])
-            rings.append(latest[:, 0].astype(ring.dtype))
+            rings.append(jax.tree.map(lambda ring, x: _latest(
+                ring, self.length, x, slots, (slots >= 0)[:, None], length[:, None])[:, 0].astype(ring.dtype),
+                ring, own.inputs))
             states.append(None if state is None else _after(state, own.keys, own.values, own.total, slots))
         return self.replace(rings=tuple(rings), states=tuple(states), length=length)
 
@@ -192,12 +203,12 @@ class LinearScratch(Draftable):
                              key_positions=jnp.concatenate([self.positions, window.positions], 1),
                              before=self.nodes[layer])
 
-    def before(self, layer: int, x: Array, window: Window) -> Array:
+    def before(self, layer: int, x: PyTree, window: Window) -> PyTree:
         """Returns the convolution's inputs at ancestors, some of which may be in this buffer; see
         `LinearRecurrent.before`."""
         return self.base.before(layer, x, self._view(layer, window))
 
-    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
+    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: PyTree, window: Window, *,
               chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
         """Runs the recurrence over a window whose nodes may have ancestors in this buffer; see
         `LinearRecurrent.recur`."""
@@ -213,7 +224,7 @@ class LinearScratch(Draftable):
 
 
 def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array, at: Array) -> Array:
-    """Returns the inputs at the `R` positions before `at` (`i32[B, n]`), `f[B, n, R, C]`.
+    """Returns the inputs at the `R` positions before `at` (`i32[B, n]`), `f[B, n, R, ...]`.
 
     They come from the nodes that are `seen` (`bool[B, n, K]`) among those at `positions` (`i32[B, K]`) with inputs `x`,
     or else from the ring, which ends before position `length`.
@@ -224,8 +235,8 @@ def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array,
         place = at - back
         here = seen & (positions[:, None] == place[..., None])
         old = take(ring, jnp.clip(place - length[:, None] + R, 0, R - 1))
-        found.append(jnp.where(here.any(-1)[..., None], take(x, jnp.argmax(here, -1)), old.astype(x.dtype)))
-    return jnp.stack(found, 2) if R else jnp.zeros((*at.shape, 0, x.shape[-1]), x.dtype)
+        found.append(jnp.where(_over(here.any(-1), old), take(x, jnp.argmax(here, -1)), old.astype(x.dtype)))
+    return jnp.stack(found, 2) if R else jnp.zeros((*at.shape, 0, *x.shape[2:]), x.dtype)
 
 
 def _parts(decay: Array) -> Array:
@@ -355,7 +366,7 @@ def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, rate: Arra
         seen = (causal & live[:, None]) | jnp.eye(chunk, dtype=bool)
         total = _totals(causal & live[:, None], decay)
         if rate is not None:
-            none = Factors(inputs=v[:, :0], keys=k[:, :0], values=v[:, :0], total=total[:, :0])
+            none = Factors(inputs=(), keys=k[:, :0], values=v[:, :0], total=total[:, :0])
             v = _written(state, k, v, total, rate, none, seen[..., :0], seen)
         y = _read(state, q, k, v, total, total, seen)
         slots = jnp.where(live, jnp.arange(chunk, dtype=jnp.int32), -1)

@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from decodax.cache.scratch import AttentionView
+from decodax.common.axes import DATA, MODEL
 from decodax.common.struct import static, struct
-from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, Layout, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
@@ -34,7 +36,8 @@ class Recurrent(Sized, DraftBase):
     """The state of each recurrent layer after the verified text.
 
     Attributes:
-        states: for each layer a pytree of arrays `[B, ...]`.
+        states: for each layer a pytree of arrays `[B, ...]`. A mesh divides them along the next axis, those named
+            "ring", `[B, R, ...]`, along the one after it.
         length: `i32[B]`, number of tokens of the verified text.
         size: static; maximum number of tokens of a text.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
@@ -46,6 +49,10 @@ class Recurrent(Sized, DraftBase):
     length: Array
     size: int = static()
     given: PyTree = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(specs=dict(states=jax.tree_util.tree_map_with_path(_spec, self.states)))
 
     def walk(self, layer: int, step: Step, x: PyTree, window: Window | AttentionView, along: Along | None = None
              ) -> tuple[PyTree, PyTree]:
@@ -125,6 +132,11 @@ class RecurrentScratch(Draftable):
 
     def commit(self, slots: Array) -> Any:
         return self.base.commit(self.states, slots)
+
+
+def _spec(path: Any, x: Array) -> PartitionSpec:
+    """Returns the layout of an array; "ring" has an axis of nodes before the one that a mesh divides."""
+    return PartitionSpec(DATA, *[None] * (getattr(path[-1], "key", None) == "ring"), MODEL)
 
 
 def _start(state: PyTree, kept: PyTree, sees: Array, at: Array, positions: Array) -> PyTree:

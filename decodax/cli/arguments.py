@@ -8,7 +8,7 @@ from typing import Any
 
 from decodax import __version__
 from decodax.cli import batch, evaluation, generation, listing, planning, quantize, score
-from decodax.cli.common import MODEL, Parser
+from decodax.cli.common import DRAFT, MODEL, Parser
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -84,8 +84,8 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
                    help="methods, see decodax list algorithms; all: every one that needs no samples")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
-    p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_PATH",
-                   help=f"the smaller model, for systems that need one: {MODEL} (default: pycode-draft)")
+    p.add_argument("--draft", default=DRAFT, metavar="NAME_OR_PATH",
+                   help=f"the smaller model, for systems that need one: {MODEL} (default: {DRAFT})")
     asked = p.add_mutually_exclusive_group()
     asked.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
                        help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "

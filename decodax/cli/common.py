@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+DRAFT = "pycode-draft"
+"""The draft model that commands take by default."""
+
 MODEL = "a shipped model (see decodax info), a Hugging Face directory or a GGUF file"
 """Description of an argument that names a model, for the help of all commands."""
 

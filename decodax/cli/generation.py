@@ -8,11 +8,12 @@ import pathlib
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from decodax.cli.common import MODEL, UsageError, naming_the_argument
+from decodax.cli.common import DRAFT, MODEL, UsageError, naming_the_argument
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from decodax.common.registry import Entry
     from decodax.core.algorithm import Algorithm
     from decodax.io.load import LM
 
@@ -83,8 +84,9 @@ def add(p: argparse.ArgumentParser) -> None:
     g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
                    help="a method of `decodax list`, such as prompt-lookup:length=5; default: plain decoding, or a "
                         "position a round where the model fills masks")
-    g.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_PATH",
-                   help=f"the draft model, for systems that need one: {MODEL} (default: pycode-draft)")
+    g.add_argument("--draft", default=DRAFT, metavar="NAME_OR_PATH",
+                   help=f"the draft model, for systems that need one: {MODEL} (default: {DRAFT});\n"
+                        "or the directory of a trained drafter (default: the shipped one)")
     g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
                    help="what the cache keeps, a policy of `decodax list caches` such as snapkv:budget=512; default: "
                         "everything")
@@ -147,9 +149,18 @@ def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algori
     lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter, mesh=mesh)
     if named is None:
         return lm, None
-    draft = dx.load(args.draft, mesh=mesh) if named.entry.takes_draft else None
     with naming_the_argument():
-        return lm, named.build(lm, draft)
+        return lm, named.build(lm, draft_of(named.entry, args.draft, lm, mesh))
+
+
+def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
+    """Returns the draft model, or the trained drafter, that a method takes, from the argument `--draft`; None if it
+    takes none, or the shipped one."""
+    import decodax as dx
+
+    if entry.needs == "a trained drafter":
+        return None if given == DRAFT else dx.load_drafter(given, lm)
+    return dx.load(given, mesh=mesh) if entry.takes_draft else None
 
 
 def flag(name: str) -> str:

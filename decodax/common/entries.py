@@ -23,10 +23,12 @@ same as with a dense cache; with a constraint, every text belongs to its languag
 """
 
 Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
-                "a draft model and samples", "a diffusion model", "a diffusion model and a draft model"]
+                "a draft model and samples", "a diffusion model", "a diffusion model and a draft model",
+                "a trained drafter"]
 """The models and data from which an entry is made, beside its options: nothing, the target model, a draft model with
-its tokenizer, both, the target and sample texts (given by an option), those and a draft model, or a masked diffusion
-model as the target, alone or with an autoregressive model."""
+its tokenizer, both, the target and sample texts (given by an option), those and a draft model, a masked diffusion
+model as the target, alone or with an autoregressive model, or the target with a drafter that was trained for it
+(shipped for some models, else given as `draft`)."""
 
 BESIDE = ("lm", "draft")
 """Parameters of an entry that are not options: the target model and the draft model."""

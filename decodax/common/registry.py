@@ -253,6 +253,7 @@ ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.plain",
                    "decodax.algorithms.speculative.drafts.text", "decodax.algorithms.speculative.drafts.jacobi",
                    "decodax.algorithms.speculative.drafts.model", "decodax.algorithms.speculative.trees",
                    "decodax.algorithms.speculative.verify", "decodax.algorithms.speculative.drafts.self",
+                   "decodax.algorithms.speculative.heads",
                    "decodax.algorithms.speculative", "decodax.algorithms.diffusion", "decodax.algorithms.beams",
                    "decodax.algorithms.contrastive", "decodax.algorithms.parallel")
 """Decoding methods, for `algorithm=`."""

@@ -64,10 +64,11 @@ class Traits:
 class Observer(Protocol):
     """Updates an algorithm's state from the prompt during prefill. It is compared by value and static under jit."""
 
-    def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
         """Returns the algorithm's new state after one prefill chunk.
 
         Args:
+            params: weights of the model and of the method.
             s: the decoding state; its `policy` and `record` are None, since prefill does not depend on the policy.
             window: the tokens of the chunk.
             out: the model's output for them, with hidden states and logits.

@@ -23,7 +23,7 @@ from decodax.core.algorithm import (
 )
 from decodax.core.cache import Cache
 from decodax.core.state import State
-from decodax.core.types import CacheKind, Decision, Model, Out, Params, ShowsWeights, embeddings, outputs
+from decodax.core.types import CacheKind, Decision, Model, Out, Params, ShowsWeights, embeddings, logits_of, outputs
 from decodax.core.window import Window
 
 
@@ -125,6 +125,9 @@ class AroundModel(ShowsWeights):
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
         return embeddings(self.base, params, tokens)
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        return logits_of(self.base, params, hidden)
 
 
 @dataclasses.dataclass(frozen=True)

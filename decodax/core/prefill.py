@@ -51,7 +51,7 @@ class Prefill(Algorithm):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         told, start = algo
         if self.reader is not None:
-            told = self.reader.observe(s, window, out, told)
+            told = self.reader.observe(params, s, window, out, told)
         finite = jnp.isfinite(out.hidden).all(-1)
         slots = jnp.where(window.live & finite, window.positions, -1)
         broken = (window.live & ~finite).any(1)

@@ -39,6 +39,8 @@ class Out:
         layers: `f[B, W, D]` after each layer, before the final norm; None if the model does not return them. Unused
             ones cost nothing, since the compiler removes them.
         norm: maps an element of `layers` to an input of `head` (the final norm).
+        expect: maps probabilities `f[..., V]` to the expected embedding `f[..., D]`; None if the model has no
+            self-conditioning.
     """
 
     hidden: Array
@@ -46,6 +48,7 @@ class Out:
     head: Callable[[Array], Array]
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
+    expect: Callable[[Array], Array] | None = None
 
     def rows(self, rows: Array) -> Out:
         """Returns the output for the rows `rows` (`i32[B']`)."""
@@ -131,6 +134,10 @@ class ShowsWeights(Model):
         """Returns the embeddings of the tokens `i32[B, W]`, on the scale of `Window.embeddings`: `f[B, W, D]`."""
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(self).__name__} does not")
 
+    def logits(self, params: PyTree, hidden: Array) -> Array:
+        """Returns the logits `f32[..., V]` of hidden states `f[..., D]` after the final norm."""
+        raise ValueError(f"logits: takes a model that gives its output head; {type(self).__name__} does not")
+
 
 class LayeredModel(ShowsWeights):
     """A model whose layers can be run one by one or left out, for methods that draft with some of the target's layers
@@ -203,6 +210,21 @@ class PartialForward:
 
 
 jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"])
+
+
+@struct
+class CanvasNodes(Struct):
+    """A hint (`Window.hints`) for models that read their last predictions on a canvas (self-conditioning).
+
+    Attributes:
+        inside: `bool[B, W]`, nodes of the canvas.
+        start: `i32[B]`, position of the canvas's first node.
+        expected: `f[B, W, D]`, expected embedding under the last prediction at each node; 0 in the first step.
+    """
+
+    inside: Array
+    start: Array
+    expected: Array
 
 
 @struct
@@ -279,6 +301,17 @@ def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
     if not isinstance(model, ShowsWeights):
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(model).__name__} does not")
     return model.embeddings(params, tokens)
+
+
+def logits_of(model: Any, params: PyTree, hidden: Array) -> Array:
+    """Returns the logits of hidden states, see `ShowsWeights.logits`.
+
+    Raises:
+        ValueError: the model does not give access to its output head.
+    """
+    if not isinstance(model, ShowsWeights):
+        raise ValueError(f"logits: takes a model that gives its output head; {type(model).__name__} does not")
+    return model.logits(params, hidden)
 
 
 def no_inputs(model: Model, inputs: PyTree) -> None:

@@ -8,6 +8,7 @@ import inspect
 import os
 from typing import Any
 
+from decodax.algorithms.diffusion.samplers.diffusion_gemma import diffusion_gemma
 from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.algorithms.plain import Autoregressive
 from decodax.common.arguments import shown
@@ -16,6 +17,7 @@ from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
+from decodax.io.drafters import load_drafter
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
 
@@ -130,7 +132,8 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     if isinstance(given, Configured) and given.entry.shelf == ALGORITHMS.kind:
         method = _built(given, lm, draft, rows)
     elif given is None:
-        method = Autoregressive() if lm.diffusion is None else llada(lm)
+        method = Autoregressive() if lm.diffusion is None else llada(lm) if lm.diffusion.mask is not None else (
+            diffusion_gemma(lm))
     elif isinstance(given, type):
         raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
     elif not isinstance(given, Algorithm):
@@ -169,7 +172,8 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     """Returns the algorithm of an entry with options. It is cached for the same models and options, since some
     algorithms run measurements when they are made."""
     draft = given.draft if draft is None else draft
-    draft = model(draft) if isinstance(draft, (str, os.PathLike)) else draft
+    if isinstance(draft, (str, os.PathLike)):
+        draft = load_drafter(draft, lm) if given.entry.needs == "a trained drafter" else model(draft)
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
     if draft is None and given.entry.takes_draft:

@@ -187,9 +187,9 @@ def _no_format(root: Path, weights: str | Format | None) -> None:
 
 
 def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
-                         weights: str | Format | None = None) -> tuple[EncoderDecoder, Weights]:
-    """Loads an encoder-decoder from a model directory onto the first device. Arguments and errors are those of
-    `load_model`."""
+                         mesh: Mesh | None = None, weights: str | Format | None = None
+                         ) -> tuple[EncoderDecoder, Weights]:
+    """Loads an encoder-decoder from a model directory. Arguments and errors are those of `load_model`."""
     asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
@@ -207,8 +207,9 @@ def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DT
     for head in encoder_decoder.HEADS if config.tied else ():
         _check_tied(files, table, head)
     name = asked or DTYPES[files.slice(table).get_dtype()]
+    model = EncoderDecoder(config, dtype=name)
     packs = lambda path: (path.endswith(".kernel") and ".conv" not in path) or (path == "embed" and config.tied)
-    return EncoderDecoder(config, dtype=name), load_all(files, where, name, packing, packs)
+    return model, load_all(files, where, name, packing, packs, None if mesh is None else flatten(model.shardings(mesh)))
 
 
 RECURRENT: dict[str, tuple[Any, Any, Any]] = {

@@ -31,6 +31,7 @@ from decodax.io.checkpoint import (
     recurrent_type,
 )
 from decodax.io.defaults import read_defaults
+from decodax.io.drafters import is_drafter
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
@@ -257,7 +258,7 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
 
 def zoo() -> list[str]:
     """Returns the names of the shipped models."""
-    return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
+    return sorted(p.parent.name for p in ZOO.glob("*/config.json") if not is_drafter(p.parent))
 
 
 def listed_models() -> list[Entry]:
@@ -336,6 +337,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     if path.is_file():
         return _load_gguf(path, dtype, mesh, context, tokenizer, weights, adapter)
     config = read_json(path / "config.json")
+    if is_drafter(path):
+        raise CheckpointError(f"name_or_dir: {path} holds a trained drafter, which decodax.load_drafter loads")
     packed = weights is not None or quantization(path, config) is not None or ENTRY in config
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
@@ -347,15 +350,18 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             Path(tokenizer), needed=True)
     model: Any
     recurrent = recurrent_type(config)
-    own: Any = load_recurrent if recurrent else load_encoder_decoder if config.get(
-        "model_type") in ENCODER_DECODERS else None
-    if own is not None:
-        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
-                None: "an encoder-decoder"}[recurrent]
+    encodes = config.get("model_type") in ENCODER_DECODERS
+    if encodes and context is not None:
+        raise ValueError(f"context: got one for {path.name!r}, takes None: an encoder-decoder has no context length to "
+                         "set")
+    if recurrent is not None:
+        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X"}[recurrent]
         if mesh is not None or context is not None:
             raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}, takes None: {kind} "
                              "runs on one device and has no context length to set")
-        model, params = own(path, dtype=dtype, weights=weights)
+        model, params = load_recurrent(path, dtype=dtype, weights=weights)
+    elif encodes:
+        model, params = load_encoder_decoder(path, dtype=dtype, mesh=mesh, weights=weights)
     else:
         # last, since it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)

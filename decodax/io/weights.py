@@ -76,8 +76,8 @@ class Loader(ArrayReader):
 
 
 def load_all(files: Files, where: dict[str, WeightSource], name: str, packing: Format | None,
-             packs: Callable[[str], bool]) -> dict[str, Any]:
-    """Loads weights onto the first device.
+             packs: Callable[[str], bool], on: dict[str, jax.sharding.Sharding] | None = None) -> dict[str, Any]:
+    """Loads weights.
 
     Args:
         files: the files.
@@ -85,8 +85,9 @@ def load_all(files: Files, where: dict[str, WeightSource], name: str, packing: F
         name: their dtype.
         packing: a format, or None.
         packs: a function that tells by the path if a weight is packed in it.
+        on: the sharding of each weight, by path; None: all are on the first device.
     """
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    on = on or dict.fromkeys(where, SingleDeviceSharding(jax.local_devices()[0]))
     with Loader(files, map(shape_of, where.values()), name) as loader:
-        return nested({path: loader.load(source, shape_of(source), name, here, packing if packs(path) else None,
+        return nested({path: loader.load(source, shape_of(source), name, on[path], packing if packs(path) else None,
                                          path == "embed") for path, source in where.items()})

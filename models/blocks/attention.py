@@ -81,6 +81,13 @@ class Attention(nnx.Module):
             options["sinks"] = self.sinks[...]
         return self._projected(x, *attend(index, q, k, v, **options))
 
+    def keys_values(self, x: Array, tables: dict[Any, Any]) -> tuple[Array, Array]:
+        """Returns the keys and values of `x`, `f[B, W, G, d]`, as a cache stores them."""
+        assert self.k is not None
+        k = self.k(x)
+        v = self._scaled(k if self.v is None else self.v(x))
+        return self._placed(k, self.k_norm, tables), v
+
     def _values(self, x: Array) -> Array:
         """Returns the values, split into heads."""
         made = self.k if self.v is None else self.v

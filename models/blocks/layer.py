@@ -43,7 +43,7 @@ class DecoderLayer(nnx.Module):
             MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
         self.mlp_out = norm(block in ("post", "sandwich") and feeds)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
-        self.factor = LayerFactor() if c.layer_scale else None
+        self.factor = LayerFactor(c.conditioned) if c.layer_scale else None
         self.streams = StreamMixer(c, rngs) if c.streams is not None else None
         self.low_rank = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
 
@@ -95,7 +95,7 @@ class DecoderLayer(nnx.Module):
         if (self.inputs is None and self.factor is None) or keep is False:
             return x
         y = x if self.inputs is None else x + self.inputs(x, tables["inputs"][:, :, index])
-        y = y if self.factor is None else self.factor(y)
+        y = y if self.factor is None else self.factor(y, tables["canvas"])
         return y if keep is True else jnp.where(keep[:, None, None], y, x)
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, Any],

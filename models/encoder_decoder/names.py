@@ -54,6 +54,22 @@ def sources(c: EncoderDecoderConfig, present: Collection[str] = ()) -> dict[str,
     return found
 
 
+def divided(c: EncoderDecoderConfig, path: str) -> tuple[int, int] | None:
+    """Returns the axis along which a mesh divides a weight, and the number of its heads, channels of an MLP or tokens,
+    each of which stays whole. None: the weight is not divided."""
+    *above, leaf = path.split(".")
+    stack, module = c.encoder if above[:1] == ["encoder"] else c.decoder, above[-1] if above else ""
+    if leaf == "embed":
+        return 0, c.vocab if not above else c.source_vocab or 0
+    if module == "head" or leaf == "logits_bias":
+        return -1, c.vocab
+    if leaf == "relative" or module in ("q", "k", "v"):
+        return -1, stack.heads
+    if module in ("up", "gate"):
+        return -1, stack.mlp
+    return (0, stack.heads if module == "o" else stack.mlp) if module in ("o", "down") and leaf == "kernel" else None
+
+
 def _t5(c: EncoderDecoderConfig, side: str, stack: Stack) -> dict[str, WeightSource]:
     """Returns the weights of a stack in the layout of T5."""
     own, inner = stack.positions, stack.heads * stack.head_dim

@@ -17,9 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decodax.cache import dense
 from decodax.cache.key_values import KVLayer
+from decodax.common.axes import MODEL
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache
 from decodax.core.types import CacheKind, Model, Out
@@ -31,7 +33,7 @@ from decodax.models.encoder_decoder.config import (
     Sinusoids,
     Stack,
 )
-from decodax.models.encoder_decoder.names import sources
+from decodax.models.encoder_decoder.names import divided, sources
 from decodax.models.encoder_decoder.positions import relative_bias, sinusoids
 from decodax.models.inputs import EncoderAudio, EncoderText, named
 from decodax.models.layers import ACTIVATIONS
@@ -46,8 +48,8 @@ class EncoderMemory(Struct):
     """The cross-attention keys and values of the encoder's output.
 
     Attributes:
-        keys: for each decoder layer `f[B, T, H, d]`.
-        values: for each decoder layer `f[B, T, H, d]`.
+        keys: for each decoder layer `f[B, H, T, d]`.
+        values: for each decoder layer `f[B, H, T, d]`.
         seen: `bool[B, T]`, True for tokens of the text, False for padding.
     """
 
@@ -124,8 +126,9 @@ class EncoderDecoder(Model):
             x = self._after(layer["mlp"], x, self._mlp(layer["mlp"], self._before(layer["mlp"], x)))
         x = self._last(p, x)
         cross = [params["decoder"]["layers"][str(i)]["cross"] for i in range(c.decoder.layers)]
-        return EncoderMemory(keys=tuple(_heads(c.decoder, layer["k"], x) for layer in cross),
-                             values=tuple(_heads(c.decoder, layer["v"], x) for layer in cross), seen=seen)
+        # Heads first, as in a cache, so that a mesh divides them.
+        one = lambda name: tuple(_heads(c.decoder, layer[name], x).swapaxes(1, 2) for layer in cross)
+        return EncoderMemory(keys=one("k"), values=one("v"), seen=seen)
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         c, p, stack, memory = self.config, params["decoder"], self.config.decoder, cache.inputs
@@ -145,7 +148,8 @@ class EncoderDecoder(Model):
             out, entry = cache.attend(i, q, k, v, window, scale=scale, **added)
             x = self._after(layer["attn"], x, _linear(layer["attn"]["o"], out.reshape(B, W, -1)))
             q = _heads(stack, layer["cross"]["q"], self._before(layer["cross"], x))
-            out = window_attention(q, memory.keys[i], memory.values[i], seen, window.positions, scale=scale)
+            k, v = memory.keys[i].swapaxes(1, 2), memory.values[i].swapaxes(1, 2)
+            out = window_attention(q, k, v, seen, window.positions, scale=scale)
             x = self._after(layer["cross"], x, _linear(layer["cross"]["o"], out.reshape(B, W, -1)))
             x = self._after(layer["mlp"], x, self._mlp(layer["mlp"], self._before(layer["mlp"], x)))
             entries.append(entry)
@@ -167,6 +171,17 @@ class EncoderDecoder(Model):
             found[path] = (jnp.zeros(shape) if path.endswith("bias") else jnp.ones(shape) if path.endswith("scale") else
                            jax.random.normal(each, shape) * spread).astype(dtype)
         return nested(found)
+
+    def shardings(self, mesh: Mesh, axis: str = MODEL) -> Weights:
+        """Returns a `NamedSharding` for each weight: heads, MLPs and vocabularies are sharded over `axis` where it
+        divides them, the rest is replicated."""
+        def one(path: str, rank: int) -> NamedSharding:
+            found, spec = divided(self.config, path), [None] * rank
+            if found is not None and axis in mesh.shape and found[1] % mesh.shape[axis] == 0:
+                spec[found[0]] = axis       # type: ignore[call-overload]
+            return NamedSharding(mesh, PartitionSpec(*spec))
+
+        return nested({path: one(path, len(shape_of(source))) for path, source in sources(self.config).items()})
 
     @property
     def _missing(self) -> str:

@@ -1,4 +1,4 @@
-"""Gemma 1 to 4, Gemma 3n, and RecurrentGemma."""
+"""Gemma 1 to 4, Gemma 3n, RecurrentGemma, and DiffusionGemma."""
 
 from __future__ import annotations
 
@@ -195,6 +195,14 @@ def _gemma4_unified(c: Json) -> DecoderConfig:
     return _gemma4({"sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0, **c})
 
 
+def _diffusion_gemma(c: Json) -> DecoderConfig:
+    own = {"attention_k_eq_v": True, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+           "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    if given := next((key for key, value in own.items() if key in c and c[key] != value), None):
+        raise ValueError(f"{given}: got {c[given]!r}, a diffusion_gemma_text model has {own[given]!r}")
+    return dataclasses.replace(_gemma4({"final_logit_softcapping": 30.0, **c, **own}), conditioned=True)
+
+
 def _gemma3n(c: Json) -> DecoderConfig:
     c = {**GEMMA3N, **c}
     count, bias, width = c["num_hidden_layers"], c.get("attention_bias", False), c["hidden_size_per_layer_input"]
@@ -238,6 +246,7 @@ GEMMA3N: dict[str, Any] = {
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gemma3n_text": _gemma3n, "gemma4_text": _gemma4,
-    "gemma4_unified_text": _gemma4_unified, "recurrent_gemma": _recurrent_gemma,
+    "diffusion_gemma_text": _diffusion_gemma, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3,
+    "gemma3n_text": _gemma3n, "gemma4_text": _gemma4, "gemma4_unified_text": _gemma4_unified,
+    "recurrent_gemma": _recurrent_gemma,
 }

@@ -23,8 +23,8 @@ from decodax.core.types import no_inputs
 from decodax.core.window import Window, causal, take
 from decodax.models.formats.integers import codes_of
 from decodax.models.packed import multiply
-from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config, projected
-from decodax.models.recurrent.ssd import convolved, gated, steps
+from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config, convolved, projected
+from decodax.models.recurrent.ssd import gated, steps
 from decodax.models.recurrent.state_space import biased
 from decodax.models.transformer import Weights
 

@@ -63,9 +63,8 @@ class DeltaBlock(nnx.Module):
             steps = steps.reshape(*x.shape[:2], self.rule.value_heads, -1)
         decay, rate = -speed * steps, self.rule.rate * jax.nn.sigmoid(self.in_b(x).astype(jnp.float32))
         # One array whose axis of heads comes first, so that a mesh divides it by heads.
-        groups = [self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)]
-        into = jnp.concatenate(groups, -1).reshape(*x.shape[:2], -1)
-        walk = LinearWalk(self.rule, into, lambda before: Terms(*self._convolved(before), decay, rate))
+        into = jnp.concatenate([self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)], -1)
+        walk = LinearWalk(self.rule, (into,), lambda before: Terms(*self._convolved(before), decay, rate))
         y, entry = attend(index, None, None, None, walk=walk)
         gate = jax.nn.sigmoid if self.rule.rank else jax.nn.silu
         y = self.y_norm(y).astype(x.dtype) * gate(self.in_z(low_z).reshape(y.shape).astype(jnp.float32))
@@ -75,15 +74,15 @@ class DeltaBlock(nnx.Module):
         """Splits queries, keys, or the values that share them, into the heads of keys."""
         return y.reshape(*y.shape[:2], self.rule.key_heads, -1)
 
-    def _convolved(self, before: list[Array]) -> tuple[Array, Array, Array]:
+    def _convolved(self, before: list[tuple[Array, ...]]) -> tuple[Array, Array, Array]:
         """Returns queries and keys, `f32[B, W, G, N]`, and values, `f32[B, W, H, P]`, from the inputs of the
         convolution, the farthest first."""
         r, sums = self.rule, [jnp.zeros((), jnp.float32)] * 3
         taps = [part[...].astype(jnp.float32).reshape(r.conv, r.key_heads, -1)
                 for part in (self.q_taps, self.k_taps, self.v_taps)]
-        for i, x in enumerate(before):
-            parts = jnp.split(self._split(x.astype(jnp.float32)), (r.key_dim, 2 * r.key_dim), -1)
+        for i, (x,) in enumerate(before):
+            parts = jnp.split(x.astype(jnp.float32), (r.key_dim, 2 * r.key_dim), -1)
             sums = [total + part * tap[i] for total, part, tap in zip(sums, parts, taps, strict=True)]
-        q, k, v = (jax.nn.silu(total.astype(before[-1].dtype).astype(jnp.float32)) for total in sums)
+        q, k, v = (jax.nn.silu(total.astype(before[-1][0].dtype).astype(jnp.float32)) for total in sums)
         unit = lambda y: y * jax.lax.rsqrt(jnp.square(y).sum(-1, keepdims=True) + 1e-6)
         return unit(q) * r.key_dim ** -0.5, unit(k), v.reshape(*v.shape[:2], r.value_heads, r.value_dim)

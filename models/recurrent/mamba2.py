@@ -17,7 +17,7 @@ The layouts of Hugging Face (`Mamba2ForCausalLM`) and of state-spaces/mamba are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,30 +28,27 @@ from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.packed import multiply
-from decodax.models.recurrent.ssd import Change, convolved, gated, same, steps
+from decodax.models.recurrent.options import SsdShape
+from decodax.models.recurrent.ssd import convolve, gated, steps
 from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, stacked
 from decodax.models.transformer import Weights
 from decodax.models.weight_source import WeightSource, plain
 
+Change = Callable[[Array], Array]
 
-@dataclasses.dataclass(frozen=True)
-class Mamba2Config:
-    """The shape and options of a Mamba-2.
+
+def same(x: Array) -> Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2Config(SsdShape):
+    """The shape and options of a Mamba-2: those of its blocks, and of the network.
 
     Attributes:
         vocab: vocabulary size `V`.
         width: model width `D`.
         layers: number of layers `L`.
-        heads: number of heads `H`.
-        head_dim: number of channels `P` of a head.
-        groups: number of groups `G`, a divisor of `heads`.
-        state: number of states `N`.
-        conv: width of the convolution, in tokens.
-        chunk: number of prompt nodes that are computed at a time.
-        eps: added to the variance in norms.
-        bias: True if the projections have biases.
-        conv_bias: True if the convolution has a bias.
-        steps: minimum and maximum of the time step `dt`.
         tied: True uses the embedding table as the output head.
         wide: True keeps the residual stream in float32, whatever the weights' dtype.
     """
@@ -59,37 +56,14 @@ class Mamba2Config:
     vocab: int
     width: int
     layers: int
-    heads: int
-    head_dim: int = 64
-    groups: int = 1
-    state: int = 128
-    conv: int = 4
-    chunk: int = 256
-    eps: float = 1e-5
-    bias: bool = False
-    conv_bias: bool = True
-    steps: tuple[float, float] = (0.0, float("inf"))
     tied: bool = False
     wide: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "width", "layers", "heads", "head_dim", "groups", "state", "conv", "chunk"):
+        for name in ("vocab", "width", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
-        if self.heads % self.groups:
-            raise ValueError(f"groups: got {self.groups}, takes a divisor of heads = {self.heads}")
-        if not 0 <= self.steps[0] <= self.steps[1]:
-            raise ValueError(f"steps: got {self.steps}, takes two numbers from 0, the smaller one first")
-
-    @property
-    def inner(self) -> int:
-        """Number of channels of all heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of the convolution: `x`, `B` and `C`."""
-        return self.inner + 2 * self.groups * self.state
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +123,25 @@ def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cac
     y = y + heads * p["D"].astype(jnp.float32)[:, None]
     y = out(gated(c, p["gated_norm"], y.reshape(u.shape), z).astype(x.dtype))
     return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
+
+
+def convolved(c: Mamba2Config, p: Weights, taps: Array, change: Change = same) -> tuple[Array, Array, Array]:
+    """Applies the convolution. Returns `x`, `[B, W, inner]`, and `B` and `C`, `[B, W, G, N]`.
+
+    Args:
+        c: the configuration.
+        p: the layer's weights.
+        taps: `[B, W, conv, channels]`, the inputs of each node's convolution, its own last.
+        change: changes the convolution's outputs, see `mixed`.
+    """
+    return divided(c, change(convolve(taps, p["conv"]["taps"][:, 0], p["conv"]["bias"] if c.conv_bias else None)))
+
+
+def divided(c: Mamba2Config, y: Array) -> tuple[Array, Array, Array]:
+    """Splits the convolution's channels into `x`, `[B, W, inner]`, and `B` and `C`, `[B, W, G, N]`."""
+    group = lambda a: a.reshape(*a.shape[:2], c.groups, c.state)
+    middle = c.inner + c.groups * c.state
+    return y[..., :c.inner], group(y[..., c.inner:middle]), group(y[..., middle:])
 
 
 def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Array]:

@@ -79,6 +79,11 @@ class GatedDelta:
         """Shape of the state of a row."""
         return self.value_heads, self.key_dim, self.value_dim
 
+    @property
+    def rings(self) -> tuple[tuple[int, int], ...]:
+        """Heads, and channels of each, of the convolution's inputs: one array of queries, keys and values."""
+        return (self.key_heads, self.channels // self.key_heads),
+
 
 @dataclasses.dataclass(frozen=True)
 class ShortConv:
@@ -104,10 +109,15 @@ class ShortConv:
         """None: beside the latest inputs of the convolution there is no state."""
         return None
 
+    @property
+    def rings(self) -> tuple[tuple[int], ...]:
+        """Channels of the convolution's inputs, one array."""
+        return (self.channels,),
+
 
 @dataclasses.dataclass(frozen=True)
-class Ssd:
-    """Options of the state-space block of Mamba-2. See `decodax.models.recurrent.ssd`.
+class SsdShape:
+    """Options of a state-space block of Mamba-2, in any network. See `decodax.models.recurrent.ssd`.
 
     Attributes:
         heads: number of heads `H`.
@@ -120,13 +130,10 @@ class Ssd:
         bias: True adds biases to the projections.
         conv_bias: True adds a bias to the convolution.
         steps: minimum and maximum of the time step `dt`.
-        norm: the norm of the outputs comes after the gate ("gate first") or before it ("norm first"); None: no norm.
-        factors: factors of the parts of the first projection: gate, `x`, `B`, `C` and `dt`.
-        out_factor: factor of the block's outputs.
     """
 
     heads: int
-    head_dim: int
+    head_dim: int = 64
     groups: int = 1
     state: int = 128
     conv: int = 4
@@ -135,9 +142,6 @@ class Ssd:
     bias: bool = False
     conv_bias: bool = True
     steps: tuple[float, float] = (0.0, float("inf"))
-    norm: Literal["gate first", "norm first"] | None = "gate first"
-    factors: tuple[float, ...] = (1.0,) * 5
-    out_factor: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "groups", "state", "conv", "chunk"):
@@ -147,8 +151,6 @@ class Ssd:
             raise ValueError(f"groups: got {self.groups}, takes a divisor of heads = {self.heads}")
         if not 0 <= self.steps[0] <= self.steps[1]:
             raise ValueError(f"steps: got {self.steps}, takes two numbers from 0, the smaller one first")
-        if len(self.factors) != 5:
-            raise ValueError(f"factors: got {self.factors}, takes five numbers")
 
     @property
     def inner(self) -> int:
@@ -161,14 +163,34 @@ class Ssd:
         return self.inner + 2 * self.groups * self.state
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Number of channels of the parts of the first projection."""
-        return self.inner, self.inner, *(self.groups * self.state,) * 2, self.heads
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of the state of a row."""
         return self.heads, self.state, self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssd(SsdShape):
+    """Options of the state-space block of Mamba-2 in a decoder.
+
+    Attributes:
+        norm: the norm of the outputs comes after the gate ("gate first") or before it ("norm first"); None: no norm.
+        factors: factors of the parts of the first projection: gate, `x`, `B`, `C` and `dt`.
+        out_factor: factor of the block's outputs.
+    """
+
+    norm: Literal["gate first", "norm first"] | None = "gate first"
+    factors: tuple[float, ...] = (1.0,) * 5
+    out_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.factors) != 5:
+            raise ValueError(f"factors: got {self.factors}, takes five numbers")
+
+    @property
+    def rings(self) -> tuple[tuple[int, int], ...]:
+        """Heads or groups, and channels of each, of the convolution's inputs: `x`, `B` and `C`."""
+        return (self.heads, self.head_dim), *((self.groups, self.state),) * 2
 
 
 @dataclasses.dataclass(frozen=True)

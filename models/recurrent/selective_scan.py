@@ -61,22 +61,22 @@ class SelectiveScanBlock(nnx.Module):
     """The selective scan, with the call of `Attention`."""
 
     def __init__(self, c: DecoderConfig, rule: SelectiveScan, rngs: nnx.Rngs):
-        self.rule = rule
-        self.into = Linear(rngs, (c.width, 2 * rule.inner), ("embed", None), rule.bias)
-        self.conv_taps = weight(rngs, (rule.conv, 1, rule.inner), (None, None, None))
-        self.conv_bias = nnx.Param(jnp.zeros(rule.inner), axes=(None,)) if rule.conv_bias else None
-        self.low = Linear(rngs, (rule.inner, rule.rank + 2 * rule.state), (None, None), False)
-        self.dt = Linear(rngs, (rule.rank, rule.inner), (None, None), True)
+        self.rule, axis = rule, "scan_channels"
+        self.in_x, self.in_z = (Linear(rngs, (c.width, rule.inner), ("embed", axis), rule.bias) for _ in range(2))
+        self.conv_taps = weight(rngs, (rule.conv, 1, rule.inner), (None, None, axis))
+        self.conv_bias = nnx.Param(jnp.zeros(rule.inner), axes=(axis,)) if rule.conv_bias else None
+        self.low = Linear(rngs, (rule.inner, rule.rank + 2 * rule.state), (axis, None), False)
+        self.dt = Linear(rngs, (rule.rank, rule.inner), (None, axis), True)
         self.A_log = nnx.Param(jnp.log(jnp.broadcast_to(jnp.arange(1.0, rule.state + 1), (rule.inner, rule.state))),
-                               axes=(None, None))
-        self.D = nnx.Param(jnp.ones(rule.inner), axes=(None,))
+                               axes=(axis, None))
+        self.D = nnx.Param(jnp.ones(rule.inner), axes=(axis,))
         norm = lambda size: None if rule.eps is None else Norm(NormConfig(eps=rule.eps), (size,), (None,))
         self.dt_norm, self.b_norm, self.c_norm = norm(rule.rank), norm(rule.state), norm(rule.state)
-        self.out = Linear(rngs, (rule.inner, c.width), (None, "embed"), rule.bias, STD / (2 * len(c.layers)) ** 0.5)
+        self.out = Linear(rngs, (rule.inner, c.width), (axis, "embed"), rule.bias, STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         rule, wide = self.rule, lambda a: a.astype(jnp.float32)
-        node, z = jnp.split(self.into(x), 2, -1)
+        node, z = self.in_x(x), self.in_z(x)
         A, D, taps = -jnp.exp(wide(self.A_log[...])), wide(self.D[...]), wide(self.conv_taps[...])[:, 0]
         bias = 0.0 if self.conv_bias is None else wide(self.conv_bias[...])
         walk = StepWalk(lambda own, node: selective_step(own, node, taps, bias, self._projected, A, D), node,

@@ -32,14 +32,14 @@ class ShortConvBlock(nnx.Module):
         self.out = Linear(rngs, (size, c.width), (axis, "embed"), rule.bias, STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
-        walk = ConvWalk(self.rule, self.b(x) * self.x(x), self._convolved)
+        walk = ConvWalk(self.rule, (self.b(x) * self.x(x),), self._convolved)
         y, entry = attend(index, None, None, None, walk=walk)
         return self.out(self.c(x) * y), entry
 
-    def _convolved(self, before: list[Array]) -> Array:
+    def _convolved(self, before: list[tuple[Array, ...]]) -> Array:
         """Returns the outputs of the convolution from its inputs, the farthest first."""
         taps = self.conv_taps[...].astype(jnp.float32)[:, 0]
-        y = sum((taps[i] * x.astype(jnp.float32) for i, x in enumerate(before)), jnp.zeros((), jnp.float32))
+        y = sum((taps[i] * x.astype(jnp.float32) for i, (x,) in enumerate(before)), jnp.zeros((), jnp.float32))
         if self.conv_bias is not None:
             y = y + self.conv_bias[...].astype(jnp.float32)
-        return y.astype(before[-1].dtype)
+        return y.astype(before[-1][0].dtype)

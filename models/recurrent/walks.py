@@ -15,6 +15,9 @@ from decodax.cache.recurrence import chained
 from decodax.cache.recurrent import Along, Step, stepped
 from decodax.models.recurrent.options import GatedDelta, ShortConv, Ssd
 
+Inputs = tuple[Array, ...]
+"""Inputs of a convolution."""
+
 
 class Terms(NamedTuple):
     """The inputs of a linear recurrence, see `LinearRecurrent.recur`, and an addition to its outputs, `f32[B, W, H,
@@ -37,14 +40,13 @@ class LinearWalk:
 
     Attributes:
         rule: options of the block.
-        x: `f[B, W, C]`, inputs of the convolution.
-        terms: returns the inputs of the recurrence from those of the convolution, the farthest first, each `f[B, W,
-            C]`.
+        x: inputs of the convolution, arrays `f[B, W, ...]` with the shapes of `rule.rings`.
+        terms: returns the inputs of the recurrence from those of the convolution, the farthest first, each like `x`.
     """
 
     rule: GatedDelta | Ssd
-    x: Array
-    terms: Callable[[list[Array]], Terms]
+    x: Inputs
+    terms: Callable[[list[Inputs]], Terms]
 
     def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
         """Returns the outputs `f32[B, W, H, P]` and the entry of a layer, by its number in the cache."""
@@ -55,7 +57,7 @@ class LinearWalk:
 
     def over_text(self) -> Array:
         """Returns the outputs for whole texts, without a cache."""
-        B, T, _ = self.x.shape
+        B, T, *_ = self.x[0].shape
         terms, state = self.terms(_shifted(self.x, self.rule.conv)), jnp.zeros((B, *self.rule.state_shape), jnp.float32)
         y, _ = chained(state, terms.q, terms.k, terms.v, terms.decay, jnp.ones((B, T), bool), self.rule.chunk or 64,
                        terms.rate)
@@ -68,13 +70,13 @@ class ConvWalk:
 
     Attributes:
         rule: options of the block.
-        x: `f[B, W, C]`, inputs of the convolution.
-        convolve: returns the outputs from the inputs, the farthest first, each `f[B, W, C]`.
+        x: inputs of the convolution, an array `f[B, W, C]`.
+        convolve: returns the outputs `f[B, W, C]` from the inputs, the farthest first, each like `x`.
     """
 
     rule: ShortConv
-    x: Array
-    convolve: Callable[[list[Array]], Array]
+    x: Inputs
+    convolve: Callable[[list[Inputs]], Array]
 
     def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
         """Returns the outputs `f[B, W, C]` and the entry of a layer, by its number in the cache."""
@@ -111,16 +113,16 @@ class StepWalk:
         return stepped(self.step, self.empty, self.x, live)[0]
 
 
-def _before(cache: Any, layer: int, x: Array, window: Any) -> list[Array]:
+def _before(cache: Any, layer: int, x: Inputs, window: Any) -> list[Inputs]:
     """Returns the convolution's inputs at the nearest ancestors of each node, the farthest first, and at the node."""
     past = cache.before(layer, x, window)
-    return [*(past[:, :, i] for i in range(past.shape[2])), x]
+    return [*(tuple(part[:, :, i] for part in past) for i in range(past[0].shape[2])), x]
 
 
-def _shifted(x: Array, conv: int) -> list[Array]:
+def _shifted(x: Inputs, conv: int) -> list[Inputs]:
     """Returns the same for whole texts, before which there are zeros."""
-    whole = jnp.pad(x, ((0, 0), (conv - 1, 0), (0, 0)))
-    return [whole[:, i:i + x.shape[1]] for i in range(conv)]
+    whole = [jnp.pad(part, ((0, 0), (conv - 1, 0), *[(0, 0)] * (part.ndim - 2))) for part in x]
+    return [tuple(part[:, i:i + x[0].shape[1]] for part in whole) for i in range(conv)]
 
 
 def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd], batch: int, capacity: int,
@@ -128,6 +130,6 @@ def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd], batch: in
     """Returns the empty states of layers with a convolution and a linear recurrence, or a convolution alone; `inputs`
     are `Cache.inputs`."""
     return LinearRecurrent(
-        rings=tuple(jnp.zeros((batch, r.conv - 1, r.channels), dtype) for r in rules),
+        rings=tuple(tuple(jnp.zeros((batch, r.conv - 1, *shape), dtype) for shape in r.rings) for r in rules),
         states=tuple(None if r.state_shape is None else jnp.zeros((batch, *r.state_shape), jnp.float32) for r in rules),
         length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs)

@@ -60,10 +60,15 @@ class LayerInput(nnx.Module):
 
 
 class LayerFactor(nnx.Module):
-    """A learned factor of the residual stream."""
+    """A learned factor of the residual stream, or two of them: that of the text, and that of a canvas."""
 
-    def __init__(self) -> None:
-        self.scale = nnx.Param(jnp.ones(1), axes=(None,))
+    def __init__(self, conditioned: bool = False) -> None:
+        one = lambda: nnx.Param(jnp.ones(1), axes=(None,))
+        self.scale, self.canvas = one(), one() if conditioned else None
 
-    def __call__(self, x: Array) -> Array:
-        return x * self.scale[...].astype(x.dtype)
+    def __call__(self, x: Array, canvas: Array | None = None) -> Array:
+        """Returns `f[B, W, D]`. `canvas` is `bool[B, W]`, the nodes of a canvas; None: there are none."""
+        scale = self.scale[...]
+        if canvas is not None and self.canvas is not None:
+            scale = jnp.where(canvas[..., None], self.canvas[...], scale)
+        return x * scale.astype(x.dtype)

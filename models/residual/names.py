@@ -36,4 +36,15 @@ GEMMA3N: dict[str, Any] = {
                               for i in range(64) for ours, theirs in (
                                   ("into", "altup_projections"), ("out", "altup_unembed_projections"))}}}
 
-NAMES: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4, "gemma3n_text": GEMMA3N}
+DIFFUSION_GEMMA: dict[str, Any] = {
+    **GEMMA4, "layers": "decoder.layers", "embed": "decoder.embed_tokens", "norm": "decoder.norm",
+    "extra": {**GEMMA4["extra"], "factor.canvas": "layer_scalar"},
+    "outside": {"conditioning.norm.scale": "decoder.self_conditioning.pre_norm.weight",
+                **{f"conditioning.mlp.{part}.kernel": f"decoder.self_conditioning.{part}_proj.weight"
+                   for part in ("gate", "up", "down")},
+                # All other tensors of the encoder are those of the decoder.
+                **{f"layers.{i}.factor.scale": f"encoder.language_model.layers.{i}.layer_scalar" for i in range(256)}}}
+
+NAMES: dict[str, dict[str, Any]] = {
+    "diffusion_gemma_text": DIFFUSION_GEMMA, "gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4,
+    "gemma3n_text": GEMMA3N}

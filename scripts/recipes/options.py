@@ -61,6 +61,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
                             schedule=dict(decay_from=2500, cooldown=400))},
     "numerals": {"numerals": Preset(
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
+    "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0, peak=peak))
+                for system, peak in (("eagle-3", 1e-3), ("eagle", 1e-3), ("hass", 1e-3), ("fastmtp", 1e-3),
+                                     ("medusa", 2e-3), ("hydra", 2e-3), ("mlp-speculator", 2e-3))},
 }
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -87,25 +90,33 @@ class Options:
 
     recipe: str
     preset: str = _option("shape, data and settings of the model (default: the first)", "", "lm diffusion")
+    system: str = _option("method that the drafter is for (default: eagle-3)", "", "drafter",
+                          choices=tuple(PRESETS["drafter"]))
+    target: str = _option("name, directory or GGUF file of the model that it drafts for", "pycode", "drafter")
+    drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
+    loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
+                               only="drafter")
+    draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
+                                      "eagle-3: a quarter)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=tuple(STAGES))
     steps: int | None = _option("number of steps, instead of a time budget")
     decay_from: int | None = _option("step at which the cosine decay begins (default with --steps: the warm-up)",
-                                     only="lm diffusion")
-    batch: int | None = _option("rows in a batch", only="lm diffusion")
+                                     only="lm diffusion drafter")
+    batch: int | None = _option("rows in a batch", only="lm diffusion drafter")
     length: int | None = _option("tokens in a row of text; for lm before the decay, which uses the whole context",
-                                 only="lm diffusion")
+                                 only="lm diffusion drafter")
     peak: float | None = _option("highest learning rate")
     warmup: int | None = _option("steps of linear warm-up")
     weight_decay: float | None = _option("weight decay of matrices")
     seed: int = _option("seed of weights, data and noise", 0)
-    dtype: str = _option("type of the computation; master weights are float32", "float32", "lm diffusion",
+    dtype: str = _option("type of the computation; master weights are float32", "float32", "lm diffusion drafter",
                          choices=("float32", "bfloat16"))
     teacher: str | None = _option("directory of a model to distil from; its tokenizer is used", only="lm")
     mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm")
     corpus: Path | None = _option("directory of .py files (default: this interpreter's standard library)",
-                                  only="lm diffusion")
+                                  only="lm diffusion drafter")
     optimizer: str | None = _option("muon moves kernels by orthogonalised momentum", only="diffusion",
                                     choices=("adamw", "muon"))
     init: str | None = _option("name or directory of a model to start from; an autoregressive one gets a mask token",
@@ -131,8 +142,8 @@ class Options:
                                   decides=False)
     export: Path | None = _option("directory of the finished model (default: OUTPUT/model)", decides=False)
     minutes: float | None = _option("time budget; the number of steps follows from the measured speed", None,
-                                    "lm diffusion", False)
-    decay_share: float = _option("share of a time budget that the decay takes", 0.4, "lm diffusion", False)
+                                    "lm diffusion drafter", False)
+    decay_share: float = _option("share of a time budget that the decay takes", 0.4, "lm diffusion drafter", False)
     model_parallel: int = _option("devices that matrices are split over; the rest split the batch", 1, "lm", False)
     devices: int | None = _option("number of devices (default: all; on a CPU one for each core)", decides=False)
     log_every: int = _option("steps between lines of metrics.jsonl", 20, decides=False)
@@ -143,7 +154,7 @@ class Options:
 
     def __post_init__(self) -> None:
         known = PRESETS[self.recipe]
-        preset = self.preset or next(iter(known))
+        preset = self.preset or self.system or next(iter(known))
         if preset not in known:
             raise ValueError(f"preset: got {preset!r}; it takes one of {', '.join(known)}")
         if not 0 <= self.mix <= 1:
@@ -159,7 +170,10 @@ class Options:
         values = {"preset": preset, **{name: x for name, x in given.items() if getattr(self, name) is None}}
         if self.minutes is None and self.steps is None:
             values["minutes"] = minutes
-        values["output"] = self.output or Path("runs") / "-".join(filter(None, (preset, self.stage)))
+        if self.recipe == "drafter":
+            values["system"] = preset
+        own = (Path(self.target).stem, preset) if self.recipe == "drafter" else (preset, self.stage)
+        values["output"] = self.output or Path("runs") / "-".join(filter(None, own))
         values["block"] = (given.get("block") if self.block is None else self.block) or None
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -204,8 +218,9 @@ class Options:
     def command(self, steps: int, decay_from: int | None) -> str:
         """Returns the command that repeats the run step for step, whatever the speed of the machine."""
         timed = "minutes" in {f.name for f in options_of(self.recipe)}
-        always = {"preset": self.preset, "steps": steps, "decay_from": decay_from or 0} if timed else {}
-        plain = Options(recipe=self.recipe, preset=self.preset, stage=self.stage)
+        kind = "system" if self.recipe == "drafter" else "preset"
+        always = {kind: self.preset, "steps": steps, "decay_from": decay_from or 0} if timed else {}
+        plain = Options(recipe=self.recipe, stage=self.stage, **{kind: self.preset})
         default = plain.identity()
         changed = {k: v for k, v in self.identity().items() if k not in always and v != default[k]}
         changed = {**({"stage": self.stage} if self.stage else {}), **changed}

@@ -265,4 +265,4 @@ def test_a_system_that_depends_on_the_batch_size_is_made_for_each(monkeypatch: p
     contender: Any = cli.contender_of("sized", {"length": 3}, LM, None)
     assert contender(8) == (8, 3)
     assert cli.contender_of("sized", {"batch": 4}, LM, None) == (4, 2)
-    assert "autoregressive" not in cli.systems_of(["all"])
+    assert "autoregressive" not in cli.systems_of(["all"], "pycode")

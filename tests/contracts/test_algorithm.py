@@ -18,6 +18,8 @@ from decodax.common.registry import ALGORITHMS
 from decodax.core.state import Status
 from tests.caches.small import PROMPTS
 from tests.contracts.decoding import BANNED, END, NEW, POLICY, ROWS, SAMPLES, decode, plain
+from tests.drafters.fresh import NAMES as TRAINED
+from tests.drafters.fresh import fresh
 from tests.laws.cases import lm, prompts, texts
 from tests.matrix import often
 from tests.small_models import net
@@ -30,7 +32,8 @@ NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not 
 
 def pair(name, policy="few"):
     """The target and the draft model: by default the smallest that have what an entry needs."""
-    return ("llama", "sliding") if name in LAYERED or policy == "together" else ("toy", "toy-draft")
+    layered = name in LAYERED or name in TRAINED
+    return ("llama", "sliding") if layered or policy == "together" else ("toy", "toy-draft")
 
 
 OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-allocation": dict(phrases=[[3]]),
@@ -48,8 +51,8 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
 
 def made(name: str, policy: str = "few", **options):
     target, draft = map(lm, pair(name, policy))
-    return algorithms.make(name, target, draft if ALGORITHMS[name].takes_draft else None, **OPTIONS.get(name,
-                                                                                                        {}) | options)
+    draft = fresh(name, target) if name in TRAINED else draft if ALGORITHMS[name].takes_draft else None
+    return algorithms.make(name, target, draft, **OPTIONS.get(name, {}) | options)
 
 
 UNVERIFIED = ("autoregressive", "specache")

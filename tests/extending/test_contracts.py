@@ -60,7 +60,7 @@ class Keeping(Field):
     def init(self, params: Any, s: Any) -> Any:
         return jnp.zeros(s.batch, jnp.int32)
 
-    def observe(self, s: Any, window: Any, out: Any, decision: Any, state: Any) -> Any:
+    def observe(self, params: Any, s: Any, window: Any, out: Any, decision: Any, state: Any) -> Any:
         return self.table(state)
 
 

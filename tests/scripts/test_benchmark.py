@@ -26,6 +26,17 @@ def test_a_capacity_that_does_not_divide_is_refused(capsys: pytest.CaptureFixtur
     assert "--capacity: got 200, takes a multiple of 128" in capsys.readouterr().err
 
 
+def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["presets", "phi-5"]) == 2
+    assert "names: got 'phi-5', takes presets (near ones: phi-4" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_presets_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["presets", "lfm2-1.2b", "--counted"]) == 0
+    assert "| lfm2-1.2b | v5e:2x4 | 1x8 | yes | " in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_cache_policies_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--layers 1 --prompt 64 --held 48 --new 8 --batch 2 --repeats 1 --policies snapkv:budget=40"

@@ -204,8 +204,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
             d = d.replace(drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=jnp.maximum(d.count - 1, 0))
             # a state with one row is the same for all rows
             drafts = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[rows], algo.drafts)
-            algo = algo.replace(drafts=self.drafter.observe(s.succeed(rows), window.select(rows), out.rows(rows), d,
-                                                            drafts))
+            algo = algo.replace(drafts=self.drafter.observe(params, s.succeed(rows), window.select(rows),
+                                                            out.rows(rows), d, drafts))
         return d.replace(algo=algo)
 
     def _decision(self, s: State, window: Window, raw: Array, processed: Array, algo: Beams,
@@ -290,8 +290,8 @@ class BeamReader:
 
     reader: Any
 
-    def observe(self, s: State, window: Window, out: Out, algo: Beams) -> Beams:
-        return algo.replace(drafts=self.reader.observe(s, window, out, None, algo.drafts))
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: Beams) -> Beams:
+        return algo.replace(drafts=self.reader.observe(params, s, window, out, None, algo.drafts))
 
 
 @ALGORITHMS.register("beam-search", "Beam search", "", family="search")

@@ -18,7 +18,7 @@ from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
 from decodax.core.loaded import Loaded
-from decodax.core.types import Out, embeddings, outputs
+from decodax.core.types import Out, embeddings, logits_of, outputs
 from decodax.core.window import Window
 from decodax.sampling.warpers import TopP
 
@@ -149,6 +149,9 @@ class AutoDeco(Readout):
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
         return embeddings(self.base, params[0], tokens)
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        return logits_of(self.base, params[0], hidden)
 
     def outputs(self, params: Any, layer: int) -> Array:
         return outputs(self.base, params[0], layer)

@@ -53,7 +53,7 @@ def hidden_width(lm: Loaded) -> int:
 class _DirectionReader(Observer):
     """Stores the normalised hidden states of the prompt."""
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         at = jnp.where(window.live, window.positions, algo.history.shape[1])
         rows = jnp.arange(s.batch)[:, None]
         return algo.replace(history=algo.history.at[rows, at].set(_direction(out.hidden), mode="drop"))

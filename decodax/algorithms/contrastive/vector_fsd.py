@@ -26,7 +26,7 @@ from decodax.sampling.draw import winner
 class _StateReader(Observer):
     """Stores the hidden states of the prompt."""
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         at = jnp.where(window.live, window.positions, algo.shape[1])
         return algo.at[jnp.arange(s.batch)[:, None], at].set(out.hidden.astype(algo.dtype), mode="drop")
 

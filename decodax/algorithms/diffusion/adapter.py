@@ -225,12 +225,15 @@ class Adapter:
             Dream); False if they predict the position itself (LLaDA).
         attention: the positions that attend to each other.
         canvas: initial tokens of undecided positions.
+        conditioning: number of channels of the expected embeddings under its last predictions that the model reads
+            (self-conditioning); 0: it reads none.
     """
 
     mask: int | None
     shift: bool = False
     attention: AttentionPattern = Full()
     canvas: InitialCanvas = Masks()
+    conditioning: int = 0
 
     def __post_init__(self) -> None:
         ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered
@@ -256,7 +259,7 @@ class Adapter:
         elif d.attention != "full":
             ordered = d.attention == "causal"
             attention = CausalPrefix(joined=d.shift and not ordered, ordered=ordered)
-        return cls(d.mask, d.shift, attention, canvas or Masks())
+        return cls(d.mask, d.shift, attention, canvas or Masks(), d.conditioning)
 
     @property
     def blank(self) -> int:

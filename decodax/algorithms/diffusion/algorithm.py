@@ -88,6 +88,9 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
     def __post_init__(self) -> None:
         if self.caching.approximate and self.adapter.attention.causal:
             raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
+        if self.adapter.conditioning and (len(self.verify.taken) > 1 or self.caching.phases):
+            raise ValueError(f"verify, caching: got {self.verify} and {self.caching} for a model with "
+                             "self-conditioning, takes one canvas of each row, and rounds without phases")
 
     @property
     def traits(self) -> Traits:
@@ -161,6 +164,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
         names = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
         memory = {name: getattr(self, name).init(view) for name in names}
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
+        if self.adapter.conditioning:
+            c = c.replace(expected=jnp.zeros((s.batch, W, self.adapter.conditioning), jnp.float32))
         if self.verify.assists:
             c = c.replace(assistant=self.verify.begin(params, s, N - W))      # type: ignore[attr-defined]
         if len(self.verify.taken) > 1 and jax.tree.leaves(memory):

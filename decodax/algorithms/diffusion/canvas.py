@@ -27,6 +27,8 @@ class Canvas(Struct):
         memory: the policies' memories, by name.
         record: log-probabilities by position at the time when the tokens were decided, or None.
         assistant: the state of a second model, or None.
+        expected: `f32[B, W, D]`, expected embeddings under the last predictions for the window, 0 in its first step;
+            None for models without self-conditioning.
     """
 
     tokens: Array
@@ -48,6 +50,7 @@ class Canvas(Struct):
     memory: Any
     record: Any
     assistant: Any = None
+    expected: Array | None = None
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:

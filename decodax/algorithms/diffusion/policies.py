@@ -185,9 +185,12 @@ class Stop(DiffusionRule):
     Attributes:
         filled: True if the model attends to the positions after the end, with copies of the last token; otherwise they
             are left out.
+        likeliest: True if rows that the rule stops early get the policy's likeliest tokens in place of the candidates.
+            It may read `Seen.best` and, of `Seen.model`, what does not depend on the candidates.
     """
 
     filled: bool = False
+    likeliest: bool = False
 
     def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
         """Returns rows whose open positions are all unmasked in this step, without remasking, `bool[R]`."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.diffusion.canvas import Canvas
+from decodax.algorithms.diffusion.policies import Stop
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.stats import statistics
 from decodax.algorithms.diffusion.view import Seen, View
@@ -21,6 +22,7 @@ from decodax.core.types import INVALID, Out, Params
 from decodax.core.window import Window, take
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sampling.distribution import Distribution
+from decodax.sampling.draw import winner
 
 
 @struct
@@ -35,9 +37,9 @@ class _Decided(Struct):
 
 
 def predictions(of: Any, params: Params, dist: Any, s: State, c: Canvas, drafts: View, node: Array,
-                out: Out) -> tuple[Seen, Any, Any]:
-    """Returns the model's predictions at the positions of the windows, the record of log-probabilities (or None), and a
-    second model's entries (or None).
+                out: Out) -> tuple[Seen, Any, Any, Array | None]:
+    """Returns the model's predictions at the positions of the windows, the record of log-probabilities (or None), a
+    second model's entries (or None), and the expected embeddings for a model with self-conditioning (or None).
 
     Args:
         of: the sampler, a `MaskedDiffusion`.
@@ -83,30 +85,45 @@ def predictions(of: Any, params: Params, dist: Any, s: State, c: Canvas, drafts:
         draws = [here.draw(jnp.broadcast_to(k * W + jnp.arange(W, dtype=jnp.int32), (B, W)), Purpose.CANVAS,
                            salt=c.round + len(of.verify.taken[k])) for k in range(K)]
         token = jnp.concatenate(draws, 1)
+    reached, best = merge(jnp.broadcast_to((node >= 0)[:, None], (B, K, W))), None
+    early = jnp.zeros(first.shape[0] * B, bool)
+    if any(stop.likeliest for stop in of.stops):
+        best = winner(here.stages()[0])
+        certain = split(Seen(token=best, reached=reached, model=statistics(logits, best), policy=None, best=best))
+        for stop, own_memory in zip(of.stops, c.memory["stops"], strict=True):
+            early = early | stop.early_stop(flat, certain, own_memory) if stop.likeliest else early
+        token = jnp.where(merge(jnp.broadcast_to(early.reshape(B, K, 1), (B, K, W))), best, token)
     link = next((t for t in dist.policy.transforms if isinstance(t, OnCanvas)), None)
     if link is not None:
-        token = _held(of, link, dist, s, c, here, flat, token, node, first.shape[0])
+        token = _held(of, link, dist, s, c, here, flat, token, node, first.shape[0], early)
     rules = (of.windows, of.score, of.unmask, of.remask, *of.stops)
     second = None
     if any(rule.of == "policy" for rule in rules):
         second = statistics(here.warm.processed(), token)
-    reached = jnp.broadcast_to((node >= 0)[:, None], (B, K, W))
-    seen = split(Seen(token=token, reached=merge(reached), model=statistics(logits, token), policy=second,
-                      agreed=agreed))
+    seen = split(Seen(token=token, reached=reached, model=statistics(logits, token), policy=second, agreed=agreed,
+                      best=best))
     if reads := max(rule.reads for rule in (of.shaper, *rules)):
         top, ids = top_k(own, reads)
         seen = seen.replace(likeliest=(ids, top - jax.nn.logsumexp(own, -1, keepdims=True)))
     note = None if c.record is None else record(logits, here.log_probs(), token, c.record.count)
     note = note if note is None else jax.tree.map(lambda x: x.reshape(B, K, W, *x.shape[2:]), note)
-    return seen, note, entries
+    expected = None
+    if of.adapter.conditioning:
+        if out.expect is None:
+            raise ValueError("lm: its settings say that the model reads its last predictions (conditioning), which it "
+                             "does not")
+        expected = out.expect(jax.nn.softmax(logits)).astype(jnp.float32)
+    return seen, note, entries, expected
 
 
 def _held(of: Any, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distribution, flat: View, token: Array,
-          node: Array, count: int) -> Array:
-    """Returns candidates with which each canvas can be completed to a text of its row's constraint, `i32[B, K * W]`."""
+          node: Array, count: int, early: Array) -> Array:
+    """Returns candidates with which each canvas can be completed to a text of its row's constraint, `i32[B, K * W]`:
+    the likeliest ones in rows that are greedy or in `early` (`bool[B * K]`)."""
     if of.verify.assists:
         raise ValueError("constraints: a second model decides what is unmasked; takes a sampler without one")
-    if any(not isinstance(stop, EndOfText) for stop in of.stops):
+    # A rule that ends a window early is no danger, since the candidates of all positions are those of one text.
+    if any(type(stop).end is not Stop.end and not isinstance(stop, EndOfText) for stop in of.stops):
         raise ValueError("constraints: a rule ends texts early, which may not be whole then; takes a sampler "
                          "without such a rule")
     (B, width), W = token.shape, flat.tokens.shape[1]
@@ -114,7 +131,7 @@ def _held(of: Any, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distrib
     each = lambda x: jnp.repeat(x, count, 0)
     before, after = map(split, here.stages())
     # tokens that a truncation has removed are taken only where the language needs them; greedy rows treat all alike
-    cold = each(dist.policy.greedy)
+    cold = each(dist.policy.greedy) | early
     soft = jnp.where(after == -jnp.inf, jax.nn.log_softmax(before) - OUTSIDE, jax.nn.log_softmax(after))
     weights = jnp.where(cold[:, None, None], jax.nn.log_softmax(before), soft)
     weights = jnp.where(before == -jnp.inf, -jnp.inf, weights)

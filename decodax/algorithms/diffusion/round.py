@@ -16,7 +16,7 @@ from decodax.algorithms.diffusion.view import Seen, View
 from decodax.core.algorithm import Algorithm, variants
 from decodax.core.around import Around
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params
+from decodax.core.types import CanvasNodes, Decision, Out, Params
 from decodax.core.window import Window, take
 
 
@@ -86,6 +86,10 @@ class Round(Around):
                 tokens, positions, live = split(tokens), split(positions), split(live)
                 mask = jnp.repeat(mask, K, 0)
         hint = None if self.phase is None else of.caching.hint(look(s, c, of.windows.width), positions, self.phase)
+        if c.expected is not None:
+            offset = jnp.clip(positions - c.start[:, None], 0, of.windows.width - 1)
+            hint = CanvasNodes(inside=nodes.own & (positions >= c.start[:, None]), start=c.start,
+                               expected=take(c.expected, offset))
         return Window(tokens=tokens, positions=positions, mask=mask, live=live, cached=cached,
                       hints=() if hint is None else (hint,)), c
 
@@ -154,7 +158,7 @@ class Round(Around):
 
         drafts = jax.tree.map(lambda x: x[:, :K], of.drafts(view, c))
         node = self._predicting(view, nodes.replace(live=live), c.tokens.shape[1])
-        seen, note, entries = predictions(of, params, dist, s, c, drafts, node, out)
+        seen, note, entries, expected = predictions(of, params, dist, s, c, drafts, node, out)
         flat = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), drafts)
         results = of.advance(flat, seen, c.memory)
         rows = lambda tree: jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), tree)
@@ -203,6 +207,9 @@ class Round(Around):
             record=None if noted is None else jax.tree.map(write, c.record, noted))
         if of.verify.assists:
             again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))
+        if expected is not None:
+            new = jnp.where(_per_row(works, expected), expected, c.expected)
+            again = again.replace(expected=jnp.where(_per_row(moved, expected), 0, new))
         there = look(s, again, W, view.eos)
         again = again.replace(
             opened=jnp.where(moved, there.masked.sum(1, dtype=jnp.int32), c.opened),

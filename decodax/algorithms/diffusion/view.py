@@ -118,6 +118,7 @@ class Seen(Struct):
             needs it.
         likeliest: `i32[R, W, k]` and `f32[R, W, k]`, the model's likeliest tokens, before the shaper, and their
             log-probabilities; None unless a rule asks for them.
+        best: `i32[R, W]`, the policy's likeliest token; None unless a stop rule asks for it.
         agreed: `bool[R, W]`, True if a second model agrees with the candidate; None without a second model.
     """
 
@@ -127,6 +128,7 @@ class Seen(Struct):
     policy: DistributionStats | None
     likeliest: tuple[Array, Array] | None = None
     agreed: Array | None = None
+    best: Array | None = None
 
     def of(self, name: str) -> DistributionStats:
         """Returns the statistics `policy` if `name` is "policy", else `model`."""

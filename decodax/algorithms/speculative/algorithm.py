@@ -100,7 +100,7 @@ class Speculative(LearnsFromPrompt):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         state, t = algo
         d = self.judge(dist, s, window, out, t)
-        return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
+        return d.replace(algo=(self.drafter.observe(params, s, window, out, d, state), None))
 
     def judge(self, dist: Distribution, s: State, window: Window, out: Out, t: Tree) -> Decision:
         """Decides which drafts are accepted; does not update the drafter's state.
@@ -139,8 +139,8 @@ class PromptReader:
 
     reader: Drafter
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        return self.reader.observe(s, window, out, None, algo[0]), None
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
+        return self.reader.observe(params, s, window, out, None, algo[0]), None
 
 
 __all__ = ["Draft", "Proposal", "Source", "Speculative", "Tree"]

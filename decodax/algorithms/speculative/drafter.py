@@ -52,12 +52,13 @@ class Drafter(Composed):
         """Returns the drafter's state for the prompts. Every leaf has an explicit dtype and a leading batch axis."""
         return None
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         """Returns the state after a round.
 
         It is also called for prefill chunks (see `reader`), and for windows that another drafter proposed.
 
         Args:
+            params: weights of the model and of the drafter.
             s: the decoding state before the round.
             window: the scored window.
             out: the target's output for it.
@@ -86,5 +87,5 @@ class AroundSource(Drafter):
     def init(self, params: Params, s: State) -> Any:
         return self.source.init(params, s)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.source.observe(s, window, out, decision, state)
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.source.observe(params, s, window, out, decision, state)

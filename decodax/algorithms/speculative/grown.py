@@ -27,6 +27,12 @@ class Grown(AroundSource, Draft):
     source: Source
     shape: Shape | None = None
 
+    def __post_init__(self) -> None:
+        longest = self.source.longest
+        if longest is not None and self.form.length > longest:
+            raise ValueError(f"length: got {self.form.length} drafts on a path, {type(self.source).__name__} takes at "
+                             f"most {longest}")
+
     @property
     def form(self) -> Shape:
         return self.shape or self.source.shape or Chain()

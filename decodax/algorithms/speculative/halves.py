@@ -115,10 +115,10 @@ class _Ahead(AroundSource, Draft):
         # the tree's scratch is made within the round: elsewhere there is an empty one
         return proposal, _only(DRAFT, write, state)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         draft = self.source
         state = state.replace(**_from(DRAFT, {name: getattr(state, name) for name in draft.written}))
-        return draft.learn(s, window, out, decision, _from(TARGET, draft.look(out, decision)), state)
+        return draft.learn(params, s, window, out, decision, _from(TARGET, draft.look(out, decision)), state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Reflective(Speculative):
         small = window.part(0, t.size)
         d = self.judge(dist.policy.over_logits(s, small, self._fused(dist, t)), s, small, out.first(t.size), t)
         slots = jnp.pad(d.slots, ((0, 0), (0, window.width - t.size)), constant_values=-1)
-        return d.replace(algo=(self.drafter.observe(s, small, out.first(t.size), d, state), None), slots=slots)
+        return d.replace(algo=(self.drafter.observe(params, s, small, out.first(t.size), d, state), None), slots=slots)
 
     def _fused(self, dist: Any, t: Tree) -> Array:
         """Returns the mixed logits at each node of the draft, `f32[B, N + 1, V]`. The last token of the probe predicts

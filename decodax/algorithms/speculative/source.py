@@ -15,8 +15,9 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.contracts import answered
 from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
+from decodax.algorithms.speculative.nodes import Answer, Children, Level
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.common.struct import Struct, static, struct
+from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature
 from decodax.core.keys import Purpose
@@ -50,19 +51,6 @@ class Draft(Drafter, abc.ABC):
         have to be drawn; a deterministic draft may ignore it."""
 
 
-@struct
-class Answer(Struct):
-    """The output of a source for `w` nodes.
-
-    Attributes:
-        logits: `f32[B, w, V]`, logits of the token after each node.
-        hidden: `f[B, w, D]`, hidden states at the nodes, for predictors of acceptance; None if the source has none.
-    """
-
-    logits: Array
-    hidden: Array | None = None
-
-
 class Source(Drafter, abc.ABC):
     """A drafter that gives the distribution of the next token at any node of a draft tree: derive a frozen dataclass
     from this, static under jit.
@@ -75,6 +63,11 @@ class Source(Drafter, abc.ABC):
     @property
     def shape(self) -> Shape | None:
         """Default shape of the tree, if the user gives none; None: a chain."""
+        return None
+
+    @property
+    def longest(self) -> int | None:
+        """Largest number of drafts on a path; None: any."""
         return None
 
     @abc.abstractmethod
@@ -106,6 +99,10 @@ class SourceAround(AroundSource, Source):
     def reader(self) -> Self | None:
         return None if self.source.reader is None else self
 
+    @property
+    def longest(self) -> int | None:
+        return self.source.longest
+
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         source, answer = self.source.extend(params, s, state.source, level)
         return state.replace(source=source), answer
@@ -116,65 +113,6 @@ class SourceAround(AroundSource, Source):
 
 PLACES, RANKS = 1 << 16, 1 << 8
 """Largest number of slots in a tree, and of children of a node, in the addresses of a shape's draws."""
-
-
-@struct
-class Level(Struct):
-    """Tree nodes that a source scores together.
-
-    Attributes:
-        tokens: `i32[B, w]`, their tokens.
-        positions: `i32[B, w]`, their positions in the text.
-        parents: `i32[B, w]`, slot of each node's parent: 0 for the newest token, `i` for the `i`-th node expanded
-            before.
-        sees: `bool[B, w, room]`, True for ancestors among the nodes expanded before; entry 0 is the first of these.
-        at: `i32[]`, number of nodes expanded before.
-        chained: static; True if each node is the parent of the next, and so also attends to earlier nodes of the level.
-    """
-
-    tokens: Array
-    positions: Array
-    parents: Array
-    sees: Array
-    at: Array
-    chained: bool = static(default=False)
-
-    @property
-    def inside(self) -> Array:
-        """Attention mask among the nodes of the level, `bool[1, w, w]`."""
-        w = self.tokens.shape[1]
-        return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
-
-
-@struct
-class Children(Struct):
-    """Candidates for the tokens after `w` nodes.
-
-    Attributes:
-        tokens: `i32[B, w, R]`, in the order in which a verifier tries them.
-        live: `bool[B, w, R]`, False for padding.
-        log_p: `f32[B, w, R]`, the source's estimate of the log-probability that the candidate is the target's token.
-        log_q: `f32[B, w, V]`, log of the distribution from which they were drawn; None if the verifier does not need
-            it.
-        log_all: `f32[B, w, V]`, the estimate of `log_p` for all tokens: log-probabilities at temperature 1, or for
-            "coupled" drafts the log of each token's share of the race with the target's noise, which is a better
-            estimate.
-        log_own: `f32[B, w, V]`, the source's log-probabilities at temperature 1.
-        hidden: `f[B, w, D]`, the source's hidden states at the nodes, or None.
-    """
-
-    tokens: Array
-    live: Array
-    log_p: Array
-    log_q: Array | None
-    log_all: Array
-    log_own: Array
-    hidden: Array | None
-
-    @property
-    def own(self) -> Array:
-        """The source's log-probability of each candidate at temperature 1, `f32[B, w, R]`."""
-        return jnp.take_along_axis(self.log_own, self.tokens, -1)
 
 
 @struct
@@ -311,7 +249,7 @@ class Grower:
         # what a transform of the draft forbids may still be drawn first: the target decides
         live = (tokens >= 0) & ((jnp.arange(count) == 0) | jnp.isfinite(of(log_p)))
         return Children(tokens=jnp.maximum(tokens, 0), live=live, log_p=jnp.where(live, of(log_all), -jnp.inf),
-                        log_q=log_q, log_all=log_all, log_own=log_p, hidden=answer.hidden)
+                        log_q=log_q, log_all=log_all, log_own=log_p, hidden=answer.hidden, chance=answer.chance)
 
     def _positions(self, g: Growth) -> Array:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
@@ -391,3 +329,7 @@ class Shape(abc.ABC):
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         """Returns a tree grown from the source's state; the source's state; and the window node of each expanded node,
         `i32[B or 1, room]`, -1 for those that are not in the window."""
+
+
+__all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape", "Source",
+           "SourceAround", "fitted", "likeliest"]

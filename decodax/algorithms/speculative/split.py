@@ -325,7 +325,7 @@ def _noted(arm: Speculative | None, policy: Any, s: State, cache: Cache, rest: D
         slots = jnp.where(new, s.length[:, None] - 1 + index, -1)
         decision = Decision(tokens=told.tokens, count=told.count, slots=slots, source=jnp.zeros_like(slots), algo=None)
         unread: Any = None      # a draft model learns from the decision alone
-        state = arm.drafter.observe(s, unread, unread, decision, state)
+        state = arm.drafter.observe(unread, s, unread, unread, decision, state)
     at = jnp.where(new, s.length[:, None] + index, s.tokens.shape[1])
     tokens = s.tokens.at[jnp.arange(s.batch)[:, None], at].set(told.tokens, mode="drop")
     return s.replace(tokens=tokens, length=s.length + told.count, status=told.status,

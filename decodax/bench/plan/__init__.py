@@ -3,6 +3,7 @@ best."""
 
 from decodax.bench.plan.front import COLUMNS, Plan, abstract, meshes, plan
 from decodax.bench.plan.hardware import DEVICES, Device, Slice, slice_of
-from decodax.bench.plan.presets import PRESETS
+from decodax.bench.plan.presets import PRESETS, SLICES
 
-__all__ = ["COLUMNS", "DEVICES", "PRESETS", "Device", "Plan", "Slice", "abstract", "meshes", "plan", "slice_of"]
+__all__ = ["COLUMNS", "DEVICES", "PRESETS", "SLICES", "Device", "Plan", "Slice", "abstract", "meshes", "plan",
+           "slice_of"]

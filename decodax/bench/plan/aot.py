@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from decodax.bench.plan.count import Setup
+from decodax.bench.plan.count import Setup, blocks_of_experts, kv_reads
 from decodax.bench.report import Instruction, Program, collectives, parse, rounds, traffic
 from decodax.bench.tpu import environment
 from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
@@ -89,8 +90,26 @@ def compile_round(s: Setup) -> Compiled:
     program = parse(text)
     outer, _, trips = loops(s, program)
     body = (outer.attribute("body") or "") if outer is not None else program.entry
-    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips),
-                    len(collectives(program, body)), True, text=text)
+    return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips) - skipped(
+        s, program), len(collectives(program, body)), True, text=text)
+
+
+def skipped(s: Setup, program: Program) -> int:
+    """Returns the bytes of the cache that the attention kernel does not read: the blocks before a sliding window, and
+    those after the live entries. The text of a program does not show them."""
+    calls = [x for x in program.all() if x.opcode == "custom-call" and x.name.startswith("cache_attention")]
+    reads = kv_reads(s) if calls else []
+    if len(calls) != len(reads):        # a cache of another kind than dense
+        return 0
+    from decodax.pallas_kernels.window_attention import tpu  # imports Pallas
+
+    total = 0
+    for read in reads:
+        block = tpu.block_of(read.heads, s.capacity, read.shape.both, jnp.dtype(s.lm.model.dtype).itemsize)
+        if block is not None:
+            last = -(-s.live // block)
+            total += read.entry * (s.capacity - block * (last - (s.live - read.held) // block))
+    return total
 
 
 def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Instruction], bool],
@@ -99,7 +118,7 @@ def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Ins
     and one that returns the number of iterations of a loop in a call of one round."""
     sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
         if s.algorithm.traits.caches else set()
-    blocks = -(-s.live // block_of(s.capacity, WIDE_BLOCK))
+    blocks, experts = -(-s.live // block_of(s.capacity, WIDE_BLOCK)), blocks_of_experts(s)
     outer = max((x for x in program.computations[program.entry].values() if x.opcode == "while"),
                 key=lambda x: sum(b.bytes for b in x.result), default=None)
 
@@ -108,7 +127,12 @@ def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Ins
         return loop is not outer and any(math.prod(b.dims) in sizes for b in loop.result)
 
     def trips(loop: Instruction) -> int:
-        return 1 if loop is outer else blocks if walks(loop) else rounds(program, loop) or s.rows
+        if loop is outer:
+            return 1
+        count = blocks if walks(loop) else rounds(program, loop) or s.rows
+        # Of the blocks of a mixture, those without rows of an expert do nothing.
+        return experts.get(count, count) if any(x.opcode == "conditional" for x in program.computations[
+            loop.attribute("body") or ""].values()) else count
 
     return outer, walks, trips
 

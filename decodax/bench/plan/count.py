@@ -16,7 +16,7 @@ from jax.dtypes import itemsize_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.bench.plan.hardware import Device
-from decodax.cache import KVLayer
+from decodax.cache import KVLayer, LinearRecurrent, LinearStates, PerLayer, Recurrent
 from decodax.common.axes import DATA, EXPERT, MODEL, by_axes, over, replicas
 from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
@@ -27,6 +27,7 @@ from decodax.core.types import Params, fit_cache
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.models.blocks.options import Layer
+from decodax.models.experts import BLOCK
 from decodax.models.formats import pack
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.packed import Packed
@@ -251,35 +252,89 @@ def count(s: Setup) -> DeviceCounts:
 
     cached = local(s.state.cache) if s.algorithm.traits.caches else 0
     host = local(s.state.cache.layout.hosted) if s.algorithm.traits.caches else 0
-    stored: dict[int, KVLayer] = dict(zip(c.attending, kv_layers(c, None), strict=True))
-    usual = stored[c.attending[0]] if c.attending else KVLayer(c.kv_heads, c.head_dim)
-    # A layer that attends to the keys and values of another one reads them again, but stores and writes nothing.
-    shapes = [stored.get(i if layer.reads is None else layer.reads, usual) for i, layer in _layers(model)]
-    entries = [shape.both * item * s.rows * (shape.heads // across if shape.heads % across == 0 else shape.heads)
-               for shape in shapes]
-    held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
-    own = sum(entry for entry, (_, layer) in zip(entries, _layers(model), strict=True) if layer.reads is None)
+    # Recurrent layers have states in place of keys and values, or beside them: all is read and written in each round.
+    states = local(_states(s.state.cache)) if s.algorithm.traits.caches else 0
+    reads = kv_reads(s)
+    own = sum(read.entry for read in reads if read.own)
     # A cache of another kind than dense is counted by its own size.
-    cache_read = 0.0 if not cached else sum(entry * n for entry, n in zip(entries, held, strict=True)) \
-        if cached >= 0.95 * own * s.capacity and not host else (cached - host) * min(1.0, s.live / s.capacity)
-    written = float(own * s.width) if cached else 0.0
+    cache_read = 0.0 if not cached else states + (
+        sum(read.entry * read.held for read in reads) if cached - states >= 0.95 * own * s.capacity and not host else
+        (cached - states - host) * min(1.0, s.live / s.capacity))
+    written = float(states + own * s.width) if cached else 0.0
 
     per_token = 2 * _active(model)
     # In the absorbed form of latent attention, both products have the width of a latent.
-    attended = sum(4 * c.heads * shape.width * (n if cached else s.width)
-                   for shape, n in zip(shapes, held, strict=True))
+    attended = sum(4 * c.heads * read.shape.width * (read.held if cached else s.width) for read in reads)
     flops = tokens * (per_token + attended) / across
     # A token of the prompt attends to the tokens before it; only the last token needs logits.
-    seen = sum((w * (w + 1) // 2 + (s.live - w) * w) * c.key_width(layer)
-               for w, layer in zip(held, c.layers, strict=True))
+    seen = sum((w * (w + 1) // 2 + (s.live - w) * w) * c.key_width(c.layers[read.layer])
+               for read in reads for w in (read.held,))
     prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * seen
-    reductions = 2 * len(held) + 1
+    reductions = sum(1 if layer.half else 2 for layer in c.layers) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
     # Over an axis "expert", each mixture gathers the tokens of all devices, and scatters their sums.
     sent += mixtures * 2 * (parts - 1) * tokens * c.width * item
     return DeviceCounts(weights, beside, cached - host, host, read, cache_read, written,
                         prompt / across if cached else 0.0, cache_read / s.rows, flops, sent,
                         (reductions * 2 * (across - 1) if across > 1 else 0) + mixtures * 2 * (parts - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class KVRead:
+    """The keys and values that a layer reads in a round on one device.
+
+    Attributes:
+        layer: index of the layer.
+        shape: their shape.
+        own: False if they are those of another layer, which are read again, but not stored or written.
+        heads: number of key/value heads that the device has.
+        entry: bytes of one entry of all rows.
+        held: number of entries of each row that the layer attends to.
+    """
+
+    layer: int
+    shape: KVLayer
+    own: bool
+    heads: int
+    entry: int
+    held: int
+
+
+def kv_reads(s: Setup) -> list[KVRead]:
+    """Returns what each layer that attends to keys and values reads of a dense cache."""
+    model: Any = s.lm.model
+    c, across, item = model.config, s.mesh.shape[MODEL], jnp.dtype(model.dtype).itemsize
+    stored: dict[int, KVLayer] = dict(zip(c.attending, kv_layers(c, None), strict=True))
+    found = []
+    for i, layer in _layers(model):
+        # The values of layers that repeat the attention of another one are in its entries.
+        shape = stored.get(i if layer.reads is None else layer.reads)
+        if shape is not None:
+            heads = shape.heads // across if shape.heads % across == 0 else shape.heads
+            found.append(KVRead(i, shape, layer.reads is None, heads, shape.both * item * s.rows * heads,
+                                min(s.live, layer.sliding or s.live)))
+    return found
+
+
+def _states(cache: Any) -> Any:
+    """Returns the states of a cache's recurrent layers."""
+    return cache.linear if isinstance(cache, PerLayer) else (
+        cache if isinstance(cache, LinearStates | LinearRecurrent | Recurrent) else None)
+
+
+def blocks_of_experts(s: Setup) -> dict[int, int]:
+    """Returns the number of blocks of rows that experts compute on one device in a round (`decodax.models.experts`), as
+    expected for choices at random, by the most that there may be, which is the number of iterations of their loop."""
+    found, parts, tokens = {}, s.mesh.shape.get(EXPERT, 1), s.rows * s.width
+    for layer in s.lm.model.config.layers:      # type: ignore[attr-defined]
+        if (e := layer.experts) is not None:
+            held, n = (e.count // parts, tokens * parts) if e.count % parts == 0 else (e.count, tokens)
+            p = e.chosen / e.count
+            odds = [math.comb(n, k) * p ** k * (1 - p) ** (n - k) for k in range(n + 1)] if n <= 1000 else []
+            likely = held * sum(-(-k // BLOCK) * odd for k, odd in enumerate(odds)) if odds else (
+                held + n * e.chosen * held / e.count / BLOCK)
+            found[n * e.chosen // BLOCK + min(held, n * e.chosen)] = max(1, round(likely))
+    return found
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:

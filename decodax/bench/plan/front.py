@@ -259,9 +259,7 @@ def _plan(s: Any, where: Slice, mesh: tuple[int, ...], batch: int, compiled: Com
     fixed = c.weights + c.draft
     row = (held - fixed + temporaries) / s.rows
     largest = max(0, int((memory * (1 - SLACK) - fixed) / row)) * replicas(s.mesh) if row > 0 else batch
-    # A compiled program reads all experts that might be chosen; the counts hold only those likely to be chosen.
-    sure = known and compiled is not None and all(layer.experts is None for layer in config.layers)
-    times = c.seconds(where.device, compiled.moved if sure and compiled is not None else None)
+    times = c.seconds(where.device, compiled.moved if known and compiled is not None else None)
     device = where.device
     prompt = max(c.prompt_flops / device.flops, c.weights_read / device.bandwidth)
     swap = None if device.host is None else c.row_cache / device.host

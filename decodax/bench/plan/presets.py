@@ -221,3 +221,23 @@ and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSe
 Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2, Hy3, ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral
 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie
 et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+
+SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "llama-3-8b": ("v5e:2x4", (2, 4)), "llama-3-70b": ("v6e:2x4", (1, 8)), "qwen3-8b": ("v5e:2x4", (2, 4)),
+    "qwen3-32b": ("v6e:2x4", (1, 8)), "qwen3-30b-a3b": ("v6e:2x4", (2, 4)), "qwen3-next-80b-a3b": ("v5p:2x2x2", (2, 4)),
+    "qwen3.5-9b": ("v5e:2x4", (2, 4)), "qwen3.5-35b-a3b": ("v5p:2x2x2", (4, 2)), "gemma-3-27b": ("v5e:2x4", (1, 8)),
+    "gemma-4-e2b": ("v5e:2x4", (4, 2)), "gemma-4-31b": ("v6e:2x4", (2, 4)), "gemma-4-26b-a4b": ("v6e:2x4", (2, 4)),
+    "gpt-oss-20b": ("v5e:2x4", (1, 8)), "gpt-oss-120b": ("v5p:2x2x2", (1, 8)), "deepseek-v3": ("v5p:4x4x4", (2, 8, 4)),
+    "deepseek-v3.2": ("v5p:4x4x4", (2, 8, 4)), "kimi-k2": ("v5p:4x4x4", (2, 8, 4)),
+    "glm-4.7-flash": ("v6e:2x4", (2, 4)), "glm-4.5-air": ("v5p:2x2x2", (1, 8)), "glm-4.6": ("v5p:2x4x4", (4, 8)),
+    "minimax-m2": ("v5p:2x2x2", (1, 8)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
+    "ernie-4.5-21b-a3b": ("v5e:2x4", (2, 4)), "mimo-v2-flash": ("v5p:2x2x2", (1, 8)),
+    "llama-4-scout": ("v5p:2x2x2", (1, 8)), "mistral-small-3.2-24b": ("v5e:2x4", (1, 8)),
+    "ministral-3-14b": ("v5e:2x4", (1, 8)), "phi-4": ("v6e:2x4", (4, 2)), "smollm2-135m": ("v5e:2x2", (4, 1)),
+    "smollm3-3b": ("v5e:2x4", (2, 4)), "seed-oss-36b": ("v5e:2x4", (1, 8)), "lfm2-1.2b": ("v5e:2x4", (1, 8)),
+    "lfm2-8b-a1b": ("v5e:2x4", (1, 8)), "nemotron-3-nano-30b-a3b": ("v6e:2x4", (2, 4)),
+    "granite-4.0-h-tiny": ("v5e:2x4", (2, 4)), "falcon-h1-0.5b": ("v5e:2x4", (4, 2)), "jamba-v0.1": ("v6e:2x4", (2, 4)),
+    "kimi-linear-48b-a3b": ("v6e:2x4", (1, 8)), "llada-8b": ("v6e:2x4", (2, 4)), "llada2-mini": ("v5p:2x2x2", (2, 4)),
+    "llada2-flash": ("v5p:2x2x2", (1, 8))}
+"""A slice for each preset, with a mesh on which it fits with 16 rows of 8,192 tokens (`scripts/benchmark.py presets`).
+Where it can be, the second axis divides the key/value heads, so that no cache is repeated."""

@@ -20,7 +20,7 @@ from decodax.core.cache import Cache, CacheConfig, PyTree
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.resized import Resized
-from decodax.core.types import Model, Out, embeddings, outputs
+from decodax.core.types import Model, Out, embeddings, logits_of, outputs
 from decodax.core.window import Window, causal
 from decodax.pallas_kernels.window_attention import BLOCK
 
@@ -51,6 +51,9 @@ class Paired(Readout):
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
         return embeddings(self.base, params[0], tokens)
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        return logits_of(self.base, params[0], hidden)
 
     def outputs(self, params: Any, layer: int) -> Array:
         return outputs(self.base, params[0], layer)

@@ -40,7 +40,7 @@ from decodax.common.struct import Struct, fields, static, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.packing import Packing
-from decodax.core.types import LayeredModel, Out, embeddings, outputs
+from decodax.core.types import LayeredModel, Out, embeddings, logits_of, outputs
 from decodax.core.window import Window, each_node
 from decodax.models.rope import Llama3, Rope, rotate
 from decodax.pallas_kernels.window_attention import Bias, with_sinks
@@ -200,6 +200,9 @@ class Butlered(Readout):
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
         return embeddings(self.base, params[0], tokens)
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        return logits_of(self.base, params[0], hidden)
 
     def outputs(self, params: Any, layer: int) -> Array:
         return outputs(self.base, params[0], layer)

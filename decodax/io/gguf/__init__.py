@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 
 from decodax.io.checkpoint import checked_options, places
 from decodax.io.files import CheckpointError
-from decodax.io.gguf.config import ARCHITECTURES, ROPE, read_entries
+from decodax.io.gguf.architectures import ARCHITECTURES
+from decodax.io.gguf.config import read_entries
 from decodax.io.gguf.reader import GgufFile
-from decodax.io.gguf.tensors import RowReader, RowSource, row_sources
+from decodax.io.gguf.tensors import ROPE, RowReader, RowSource, row_sources
 from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.gguf.weights import FLOATS, load_weights
 from decodax.io.text import Tokenizer

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from decodax.io.files import CheckpointError, named_tensors
-from decodax.io.gguf.config import ROPE, Architecture
+from decodax.io.gguf.metadata import Architecture
 from decodax.io.gguf.reader import GgufFile, GgufTensor
 from decodax.models.config import DecoderConfig
 
@@ -28,11 +28,15 @@ NAMES = {"attn_in": "attn_norm", "mlp_in": "ffn_norm", "attn_out": "post_attenti
 """Name of a tensor within a layer, by the network's path within a layer."""
 
 WHOLE = {"embed": "token_embd.weight", "positions": "position_embd.weight", "norm": "output_norm",
-         "lm_head": "output"}
+         "lm_head": "output", "layer_inputs.table": "per_layer_token_embd.weight",
+         "layer_inputs.project": "per_layer_model_proj", "layer_inputs.norm": "per_layer_proj_norm"}
 """Names of tensors outside of the layers."""
 
 TOGETHER = {"attn_qkv": ("attn.q", "attn.k", "attn.v"), "ffn_up": ("mlp.gate", "mlp.up")}
 """Tensors that hold the rows of several weights, in this order. For the second one, `ffn_gate` is missing."""
+
+ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors with divisors of the rotary frequencies."""
 
 UNUSED = re.compile(r"attn_rot_embd|rope_freqs|" + "|".join(map(re.escape, ROPE)))
 """Tensors that the configuration makes unnecessary."""
@@ -49,6 +53,8 @@ class RowSource:
         tensor: the tensor.
         start, stop: the rows.
         heads: number of heads whose rows are stored in pairs; 0: the rows are in order.
+        every: number of rows of each expert in a tensor that holds two projections, of which `start` to `stop` of the
+            first expert, and the same rows of the others, are read; 0: rows `start` to `stop` are all.
         shift: added to the numbers.
     """
 
@@ -57,11 +63,17 @@ class RowSource:
     stop: int
     heads: int = 0
     shift: float = 0.0
+    every: int = 0
 
     @property
     def row(self) -> int:
         """Number of bytes of a row."""
         return self.tensor.row if len(self.tensor.shape) > 1 else self.tensor.size
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return (self.stop - self.start) * (self.tensor.shape[0] if self.every else 1)
 
     @property
     def unit(self) -> int:
@@ -94,42 +106,56 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         wanted = leaf.shape[::-1] if path.endswith(".kernel") and leaf.ndim == 2 else leaf.shape
         if leaf.ndim == 3:
             wanted = (leaf.shape[0], leaf.shape[2], leaf.shape[1])
-        name, start, rows = _place(path, file, shapes)
+        name, start, rows = _place(path, file, shapes, architecture.names)
         tensor = file.tensors.get(name)
         if tensor is None:
             missing.append(name)
             continue
-        full = (rows, *wanted[1:]) if rows else wanted
+        merged = len(wanted) == 3 and rows > 0
+        full = (wanted[0], rows, wanted[2]) if merged else (rows, *wanted[1:]) if rows else wanted
         if tensor.block > 1 and len(tensor.shape) == 1:
             raise CheckpointError(f"{file.path}: tensor {name}: has type {tensor.type}, takes one of floats, since it "
                                   "is no matrix")
-        if tensor.shape != full and not (len(full) == 2 and full[0] == 1 and tensor.shape == full[1:]):
+        plain = lambda shape: shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
+        if plain(tensor.shape) != plain(full):
             raise CheckpointError(f"{file.path}: tensor {name} has shape {tensor.shape}, the metadata requires {full}")
         permuted = architecture.permuted and re.search(r"\.attn\.[qk]\.", path)
         heads = (config.heads if ".q." in path else config.kv_heads) if permuted else 0
-        count = math.prod(wanted[:-1] if len(wanted) > 1 else wanted)
+        count = wanted[1] if merged else math.prod(wanted) // (tensor.shape[-1] if len(tensor.shape) > 1 else 1)
         shift = -1.0 if architecture.shifted and path.endswith(".scale") else 0.0
-        found[path] = RowSource(tensor, start, start + count, heads, shift)
+        found[path] = RowSource(tensor, start, start + count, heads, shift, rows if merged else 0)
     if missing:
         raise CheckpointError(f"{file.path}: lacks {named_tensors(missing)}, which the metadata requires")
     used = {source.tensor.name for source in found.values()}
-    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name))
+    # Layers that predict further tokens, and keys of layers that attend to those of others.
+    spare = tuple(f"blk.{i}." for i in range(len(config.layers), len(config.layers) + 8)) + tuple(
+        f"blk.{i}.attn_{part}" for i, layer in enumerate(config.layers) if layer.reads is not None for part in "kv")
+    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
     if left:
         raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
     return found
 
 
-def _place(path: str, file: GgufFile, shapes: dict[str, Any]) -> tuple[str, int, int]:
-    """Returns the name of a weight's tensor, its first row in it, and the number of rows if it has those of others."""
+def _place(path: str, file: GgufFile, shapes: dict[str, Any], own: Mapping[str, str]) -> tuple[str, int, int]:
+    """Returns the name of a weight's tensor, its first row in it, and the number of rows if it has those of others.
+    `own` are the names of the architecture."""
     if path in WHOLE:
         return WHOLE[path], 0, 0
     module, leaf = path.rsplit(".", 1)
     tail = "bias" if leaf == "bias" else "weight"
     if module in WHOLE:
         return f"{WHOLE[module]}.{tail}", 0, 0
-    _, index, inner = module.split(".", 2)
-    name, within = NAMES[inner], f"blk.{index}."
-    if shapes[path].ndim == 3:
+    _, index, rest = path.split(".", 2)
+    within, names = f"blk.{index}.", {**NAMES, **own}
+    if rest in own:
+        return f"{within}{own[rest]}", 0, 0
+    inner = rest.rsplit(".", 1)[0]
+    name = names[inner]
+    size, of_all = shapes[path], f"layers.{index}.{inner}.kernel"
+    if size.ndim == 3 or (leaf == "bias" and of_all in shapes and shapes[of_all].ndim == 3):
+        both = f"{within}ffn_gate_up_exps.{tail}"
+        if inner in ("mlp.gate", "mlp.up") and both in file.tensors:
+            return both, size.shape[-1] * (inner == "mlp.up"), 2 * size.shape[-1]
         return f"{within}{name}_exps.{tail}", 0, 0
     for fused, members in TOGETHER.items():
         first = f"{within}{NAMES[members[0]]}.weight"
@@ -157,12 +183,13 @@ class RowReader:
 
     def chunks(self, source: RowSource) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the rows of a weight in the network's order, `u8[rows, bytes]`, with the number of rows before."""
-        tensor, unit, row = source.tensor, source.unit, source.row
-        step = max(CHUNK // (row * unit), 1) * unit
-        for first in range(source.start, source.stop, step):
-            count = min(step, source.stop - first)
-            rows = self._read(tensor, first * row, count * row).reshape(count, row)
-            yield first - source.start, rows[source.order(count)] if source.heads else rows
+        tensor, unit, row, size = source.tensor, source.unit, source.row, source.stop - source.start
+        step, experts = max(CHUNK // (row * unit), 1) * unit, tensor.shape[0] if source.every else 1
+        for done, start in ((i * size, i * source.every + source.start) for i in range(experts)):
+            for first in range(0, size, step):
+                count = min(step, size - first)
+                rows = self._read(tensor, (start + first) * row, count * row).reshape(count, row)
+                yield done + first, rows[source.order(count)] if source.heads else rows
 
     def _read(self, tensor: GgufTensor, start: int, size: int) -> np.ndarray:
         self._data.seek(tensor.start + start)

@@ -96,7 +96,7 @@ def _blocks(rows: RowReader, source: RowSource, stacked: tuple[int, ...] | None,
         table: True for a table of embeddings.
         place: the sharding of the array in its place.
     """
-    kind, total, whole = source.tensor.type.lower(), source.stop - source.start, None
+    kind, total, whole = source.tensor.type.lower(), source.count, None
     by_group = native.usable() and not isinstance(place, NamedSharding)
     for first, raw in rows.chunks(source):
         part = unpack(kind, raw.reshape(len(raw), -1, source.tensor.size), by_group)
@@ -110,7 +110,7 @@ def _blocks(rows: RowReader, source: RowSource, stacked: tuple[int, ...] | None,
 def _floats(rows: RowReader, source: RowSource, stacked: tuple[int, ...] | None, table: bool, place: Sharding) -> Any:
     """Loads a kernel of floats of another dtype than that of arrays, as it is stored; see `_blocks`."""
     stored = np.dtype(jnp.dtype(FLOATS[source.tensor.type]))
-    codes = huge_pages.empty((source.stop - source.start, source.tensor.shape[-1]), stored)
+    codes = huge_pages.empty((source.count, source.tensor.shape[-1]), stored)
     for first, raw in rows.chunks(source):
         codes[first:first + len(raw)] = raw.view(stored)
     return _kept(Scaled(codes=codes), stacked, table, place)        # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def observe(draft, s, state, tokens, count=None, most=4):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _observe(draft, s, state, tokens, count):
-    return draft.observe(s, None, None, SimpleNamespace(tokens=tokens, count=count), state)
+    return draft.observe(NONE, s, None, None, SimpleNamespace(tokens=tokens, count=count), state)
 
 
 def chains(proposal):

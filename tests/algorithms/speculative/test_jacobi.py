@@ -162,7 +162,7 @@ def test_sjd_drafts_from_the_last_conditionals():
         out = network.apply(params.target, seen, s.cache)
         path = jnp.broadcast_to(jnp.arange(4), (5, 4))
         d = Decision(tokens=path, count=accepted + 1, slots=path, source=path, algo=None, accepted=accepted)
-        state = draft.observe(s, seen, out, d, state)
+        state = draft.observe(params, s, seen, out, d, state)
         later, _ = draft.propose(params, chain, s.replace(length=s.length + d.count), state, "independent")
         return chain.over(s, seen, out).log_probs(), later
 

@@ -86,8 +86,8 @@ class SideBySide(Draft):
         return Proposal(tokens=joined([p.tokens for p in made]), live=joined([p.live for p in made]),
                         parents=joined(parents)), states
 
-    def observe(self, s, window, out, decision, state):
-        return tuple(d.observe(s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
+    def observe(self, params, s, window, out, decision, state):
+        return tuple(d.observe(params, s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
 
 
 @pytest.mark.full
@@ -142,7 +142,7 @@ def test_every_scored_node_overwrites_its_row_and_the_last_of_a_token_counts():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 9)), jnp.float32)
     window = SimpleNamespace(tokens=jnp.asarray([[3, 6, 3, 2, 8]]), live=jnp.asarray([[True, True, True, True, False]]))
     out = Out(hidden=logits, entries=(), head=lambda x: x)
-    table = draft.observe(None, window, out, None, draft.init(NONE, rows([1])))
+    table = draft.observe(NONE, None, window, out, None, draft.init(NONE, rows([1])))
     likely = np.argsort(-np.asarray(logits[0]), -1)[:, :2].tolist()
     # 6 and 2 share row 2 of four; the node of token 8 is dead
     assert matrix_of(draft, table[0]).T.tolist() == [[-1] * 3, [-1] * 3, [2, *likely[3]], [3, *likely[2]]]
@@ -204,7 +204,7 @@ def first_logits(draft, s, state):
 def learn(draft, s, window, logits, decision):
     """A draft's first state after a scored window with logits of its own making."""
     out = Out(hidden=logits, entries=(), head=lambda x: x)
-    return draft.observe(s, SimpleNamespace(**window), out, decision, draft.init(NONE, s))
+    return draft.observe(NONE, s, SimpleNamespace(**window), out, decision, draft.init(NONE, s))
 
 
 def test_the_ngram_model_is_witten_and_bells():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from scripts.real_models import MODELS
+from scripts.real_models import MODELS, TEXT, folder
 from tests.io.gguf.texts import QUESTIONS, loaded, texts
 
 pytestmark = [pytest.mark.real, pytest.mark.wide]
@@ -71,3 +71,14 @@ def test_perplexity_is_within_half_a_percent(name: str) -> None:
         jax.nn.log_softmax(lm.model.forward(p, ids[None])[0, :-1]), ids[1:, None], -1).mean())
     found = [float(run(lm.params, jnp.asarray(piece))) for piece in pieces]
     assert abs(np.exp(np.mean(found) - np.mean(wanted)) - 1) < 0.005, (found, wanted)
+
+
+@pytest.mark.full
+def test_perplexity_of_20_000_tokens_is_within_half_a_percent() -> None:
+    """What `decodax score docstrings.txt --model FILE --window 512` prints."""
+    path, wanted = folder() / TEXT.file, EXPECTED["smollm2"]["docstrings"]
+    if not path.is_file():
+        pytest.skip(f"{path} is missing: python scripts/real_models.py text")
+    found = dx.score(loaded("smollm2"), ("", path.read_text(encoding="utf-8")), window=512)
+    assert found.count.tolist() == [wanted["tokens"]]
+    assert abs(np.exp(-found.mean[0] - wanted["nats"]) - 1) < 0.005, (found.mean, wanted)

@@ -235,8 +235,8 @@ def test_files_that_describe_another_model_are_refused(tmp_path: Path) -> None:
         dx.load(copied("bart", tmp_path / "heads", encoder_attention_heads=5))
     with pytest.raises(CheckpointError, match="encoder_layers: got 0, takes a whole number"):
         dx.load(copied("bart", tmp_path / "layers", encoder_layers=0))
-    with pytest.raises(ValueError, match=r"mesh: got one for .*, takes None: an encoder-decoder runs on one device"):
-        dx.load(saved("bart")[1], mesh=jax.make_mesh((1,), ("model",)))
+    with pytest.raises(ValueError, match=r"context: got one for .*, takes None: an encoder-decoder has no context len"):
+        dx.load(saved("bart")[1], context=64)
 
 
 def test_older_directories_have_their_generation_config_in_config_json(tmp_path: Path) -> None:

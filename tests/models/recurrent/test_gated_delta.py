@@ -17,7 +17,6 @@ import decodax as dx
 from decodax.cache import LinearRecurrent
 from decodax.core.window import Window, causal
 from decodax.io.checkpoint import CheckpointError
-from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.blocks.options import Layer
@@ -181,21 +180,6 @@ def test_files_with_further_layers_and_with_stacked_experts(family: str, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({**config, "linear_key_head_dim": 5}))
     with pytest.raises(CheckpointError, match="the configuration requires"), pytest.warns(match="skips 1"):
         dx.load(tmp_path)
-
-
-@pytest.mark.wide
-def test_samples_and_beams_take_their_states_along() -> None:
-    model = Transformer(DecoderConfig(**{**vars(BASE), "layers": (DELTA, BASE.layers[1])}))
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
-    lm, prompts = LM(model=model, params=params, vocab_size=16), [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
-    tokens = lambda prompts, **options: dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[], seed=5,
-                                                    **options).tokens.tolist()
-    samples: dict[str, Any] = dict(num_samples=2, temperature=1.0)
-    together = tokens(prompts, **samples)
-    assert together == [row for i in (0, 1) for row in tokens(prompts[i:i + 1], request_ids=[i], **samples)]
-    assert together[0] != together[1]
-    beams = dx.algorithms.make("beam-search", lm, width=3)
-    assert tokens(prompts, algorithm=beams)[1:] == tokens(prompts[1:], algorithm=beams)
 
 
 @pytest.mark.wide

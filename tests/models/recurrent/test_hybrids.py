@@ -54,12 +54,12 @@ def test_what_a_cache_and_a_draft_store() -> None:
     """Halves and blocks beside attention included: an MLP stores nothing, a layer with both has two entries."""
     keys = [(2, 3, 2, 4)] * 2
     assert entries(Transformer(read_config(LFM2))) == [(2, 3, 16), *keys]
-    space = [(2, 3, 32 + 24), (2, 3, 2, 6), (2, 3, 4, 8), (2, 3, 4, 2)]
+    space = [(2, 3, 4, 8), *[(2, 3, 2, 6)] * 3, (2, 3, 4, 8), (2, 3, 4, 2)]
     assert entries(Transformer(read_config(NEMOTRON))) == [*space, *keys, *space]
-    assert len(entries(Transformer(read_config(FALCON)))) == 2 * (2 + 4)
+    assert len(entries(Transformer(read_config(FALCON)))) == 2 * (2 + 6)
     for size in (64, 4096):
         cache = Transformer(read_config(LFM2)).init_cache(2, size)
-        assert [x.shape for x in cache.linear.rings] == [(2, 2, 16)] and cache.linear.states == (None,)
+        assert [x.shape for x, in cache.linear.rings] == [(2, 2, 16)] and cache.linear.states == (None,)
 
 
 @pytest.mark.parametrize("entries", [LFM2, NEMOTRON, {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -92,9 +92,11 @@ def test_time_steps_have_bounds() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("entries", [LFM2, NEMOTRON], ids=lambda c: c["model_type"])
-def test_samples_and_beams_take_their_states_along(entries: dict[str, Any]) -> None:
-    model = Transformer(read_config(entries))
+@pytest.mark.parametrize("config", [read_config(LFM2), read_config(NEMOTRON), DecoderConfig(**{
+    **vars(BASE), "layers": (Layer(recurrent=GatedDelta(2, 4, 6, 4)), BASE.layers[1])})],
+    ids=["short convolutions", "Mamba-2", "gated delta rule"])
+def test_samples_and_beams_take_their_states_along(config: DecoderConfig) -> None:
+    model = Transformer(config)
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
     lm, prompts = LM(model=model, params=params, vocab_size=16), [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
     tokens = lambda prompts, **options: dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[], seed=5,

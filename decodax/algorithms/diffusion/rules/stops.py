@@ -60,9 +60,10 @@ def behind(view: View, hit: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Steps(Stepped, Stop):
-    """Allows a window at most `steps` steps: the last one unmasks all open positions."""
+    """Allows a window at most `steps` steps: the last one unmasks all open positions; `likeliest` as in `Stop`."""
 
     steps: int
+    likeliest: bool = False
 
     def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
         return view.step + 1 >= self.steps

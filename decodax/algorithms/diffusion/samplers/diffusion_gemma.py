@@ -73,18 +73,22 @@ class Stable(Stop):
 
     entropy: float = 0.005
     times: int = 1
-    reads = 1
+    likeliest = True
+
+    def __post_init__(self) -> None:
+        if self.times < 0:
+            raise ValueError(f"times: got {self.times}, takes 0 or more")
 
     def init(self, view: View) -> Memory:
         return jnp.zeros((view.start.shape[0], self.times, view.positions.shape[1]), jnp.int32)
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        assert seen.likeliest is not None
-        return jnp.concatenate([memory, seen.likeliest[0][:, None, :, 0]], 1)[:, 1:]
+        assert seen.best is not None
+        return jnp.concatenate([memory, seen.best[:, None]], 1)[:, 1:]
 
     def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
-        assert seen.likeliest is not None
-        same = ((seen.likeliest[0][:, None, :, 0] == memory) | ~view.masked[:, None]).all((1, 2))
+        assert seen.best is not None
+        same = ((seen.best[:, None] == memory) | ~view.masked[:, None]).all((1, 2))
         mean = jnp.where(view.masked, seen.model.entropy, 0).sum(1) / jnp.maximum(view.masked.sum(1), 1)
         return same & (mean < self.entropy) & (view.step >= self.times)
 
@@ -92,15 +96,14 @@ class Stable(Stop):
 @ALGORITHMS.register("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026", family="masked-diffusion",
                      needs="a diffusion model")
 def diffusion_gemma(lm: Any, entropy_bound: float = 0.1, steps: Count = 48, canvas_length: Count | None = None,
-                    confidence_threshold: float = 0.005,
-                    temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
+                    confidence_threshold: float = 0.005, temperatures: tuple[float, float] = (0.8, 0.4),
+                    stability_threshold: int = 1) -> MaskedDiffusion:
     """Decides every position of a canvas of random tokens again in each step until the canvas no longer changes, with
     an exact block cache.
 
     Set the temperature of the call to 1, since the sampler has its own. A canvas that stops early, or has no step left,
-    gets this step's candidates at all positions, and no noise is left. transformers takes the likeliest tokens there,
-    which are the same at temperature 0. Self-conditioning is not included; it needs a model that takes embeddings
-    beside tokens.
+    gets the likeliest tokens at all positions. The released models read their last prediction (self-conditioning),
+    others only the tokens. A constraint holds for all candidates of a canvas together, so it holds for the text.
 
     Args:
         entropy_bound: entropy budget of a step, in nats.
@@ -108,9 +111,11 @@ def diffusion_gemma(lm: Any, entropy_bound: float = 0.1, steps: Count = 48, canv
         canvas_length: number of positions of a canvas. None: the model's block, or 256.
         confidence_threshold: mean entropy, in nats, below which a canvas that did not change is finished.
         temperatures: temperature of the first step, and of the step after the last one.
+        stability_threshold: number of steps for which the likeliest tokens of a finished canvas did not change.
     """
     adapter = Adapter.of(lm, Noise(lm.vocab_size))
     windows, caching = blocks(adapter, canvas_length, lm.diffusion.block or 256)
     return MaskedDiffusion(adapter, windows, NegEntropy(), EntropyBound(entropy_bound), Renoise(lm.vocab_size), caching,
-                           stops=(Stable(confidence_threshold), Steps(steps), EndOfText()),
+                           stops=(Stable(confidence_threshold, stability_threshold),
+                                  Steps(steps, likeliest=True), EndOfText()),
                            shaper=Anneal(*temperatures, steps))

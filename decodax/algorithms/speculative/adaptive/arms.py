@@ -154,9 +154,9 @@ class Adaptive(LearnsFromPrompt, Varies):
     def observer(self) -> Adaptive | None:
         return None if all(observer(arm) is None for arm in self.arms) else self
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state of all arms after a prefill chunk."""
-        return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
+        return algo[0], self._tell(params, s, window, out, None, algo[1]), algo[2]
 
     @functools.cached_property
     def free(self) -> tuple[int, ...]:
@@ -172,9 +172,10 @@ class Adaptive(LearnsFromPrompt, Varies):
         return [Paper(tokens=jnp.full((batch, self.arms[i].traits.emits - 1), -1, jnp.int32),
                       next=jnp.zeros(batch, jnp.int32), held=jnp.zeros(batch, bool)) for i in self.free]
 
-    def _tell(self, s: State, window: Window, out: Out, decision: Decision | None, states: Any) -> Any:
-        return tuple(next(arm for arm in self.arms if arm.draft == draft).drafter.observe(s, window, out, decision, x)
-                     for draft, x in zip(self.drafts, states, strict=True))
+    def _tell(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, states: Any) -> Any:
+        arms = (next(arm for arm in self.arms if arm.draft == draft) for draft in self.drafts)
+        return tuple(arm.drafter.observe(self._own(params, arm.draft), s, window, out, decision, x)
+                     for arm, x in zip(arms, states, strict=True))
 
     def _own(self, params: Params, draft: Any) -> Params:
         return params if params.draft is None else params.replace(draft=params.draft[self.drafts.index(draft)])
@@ -255,7 +256,7 @@ class _Arm(Around):
             held=running & (depth <= d.accepted[:, None]))
         spare = self.traits.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
-        states = self.adaptive._tell(s, window, out, d, states)
+        states = self.adaptive._tell(params, s, window, out, d, states)
         control = self.adaptive.controller.update(self.adaptive.known, control, seen)
         control, papers = self._compare(control, papers, s, d, seen)
         return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers))

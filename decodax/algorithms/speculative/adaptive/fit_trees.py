@@ -52,11 +52,11 @@ class Counted(Around):
     def observer(self) -> Counted | None:
         return None if observer(self.of) is None else self
 
-    def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state after a prefill chunk; the counts do not change."""
         own = observer(self.of)
         assert own is not None
-        return own.observe(s, window, out, algo[0]), algo[1]
+        return own.observe(params, s, window, out, algo[0]), algo[1]
 
 
 def tree_of(algorithm: Speculative) -> Fixed:

@@ -113,9 +113,9 @@ class Watched(AroundSource, Draft):
         return (Proposal(tokens=joined(lambda c: c.tokens[:, :, 0]), live=live, log_q=log_q),
                 state.replace(now=now, source=source))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: AcceptanceExamples) -> AcceptanceExamples:
-        source = self.source.observe(s, window, out, decision, state.source)
+        source = self.source.observe(params, s, window, out, decision, state.source)
         if decision is None:
             return state.replace(source=source)
         assert decision.accepted is not None

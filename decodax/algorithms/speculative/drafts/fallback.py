@@ -110,11 +110,13 @@ class Fallback(Draft):
                             parents=parents, log_q=log_q)
         return proposal, Both(first, second, mine)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Both) -> Both:
-        first = self.first.observe(s, window, out, decision, state.first)
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Both) -> Both:
+        one, two = _split(params)
+        first = self.first.observe(one, s, window, out, decision, state.first)
         if decision is not None:        # the window of such a row has other nodes than the second source's
             decision = decision.replace(slots=jnp.where(state.mine[:, None], -1, decision.slots))
-        return Both(first, self.other.observe(s, window, out, decision, state.second), state.mine)
+        return Both(first, self.other.observe(two, s, window, out, decision, state.second), state.mine)
 
 
 def _split(params: Params) -> tuple[Params, Params]:

@@ -52,8 +52,8 @@ class Forced(Draft):
     def init(self, params: Params, s: State) -> Any:
         return None if self.base is None else self.base.init(params, s)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return state if self.base is None else self.base.observe(s, window, out, decision, state)
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return state if self.base is None else self.base.observe(params, s, window, out, decision, state)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         tokens, count = forced(policy, s, self.length)

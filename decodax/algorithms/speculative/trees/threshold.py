@@ -53,7 +53,7 @@ def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
 
 
 def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],
-               goes_on: Callable[[Array, Array], Array]) -> tuple[Proposal, Any, Array]:
+               goes_on: Callable[[Array, Array], Array], unseen: bool = False) -> tuple[Proposal, Any, Array]:
     """Grows a chain of at most `length` drafts.
 
     Args:
@@ -64,6 +64,8 @@ def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Childr
             `f32[B]`.
         goes_on: a function of that probability and of the product of all of them so far that returns True for rows that
             draft another token, `bool[B]`.
+        unseen: True if `chance` does not depend on the newest draft itself; then rows that do not go on leave out that
+            draft, too.
 
     Returns:
         The results of `Shape.grow`.
@@ -74,11 +76,12 @@ def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Childr
     chain = (jnp.zeros((B, length), jnp.int32), jnp.zeros((B, length), bool), log_q)
 
     def add(chain: Any, i: Array, child: Children, grows: Array, product: Array) -> tuple[Any, Array, Array]:
-        live = child.live[:, :, 0] & grows[:, None]
+        f = chance(child, i)
+        on = goes_on(f, product * f)
+        live = child.live[:, :, 0] & (grows & on if unseen else grows)[:, None]
         new = (child.tokens[:, :, 0], live, child.log_q)
         chain = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 1), chain, new)
-        f = chance(child, i)
-        return chain, live[:, 0] & goes_on(f, product * f), product * f
+        return chain, live[:, 0] & on, product * f
 
     def unfinished(carry: Any) -> Array:
         return (carry[0] < length) & carry[-2].any()

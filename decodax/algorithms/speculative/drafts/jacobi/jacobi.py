@@ -74,7 +74,8 @@ class Iterated(Draft):
         tokens = jnp.where(state.tokens >= 0, state.tokens, filling(self.fill, s, self.length))
         return chain(tokens, self.width(s)), state.replace(policy=policy)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Guesses) -> Guesses:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Guesses) -> Guesses:
         if decision is None or state.policy is None:
             return state.replace(policy=None)
         nodes, run = nodes_after(s, window, decision, self.length)

@@ -114,7 +114,8 @@ class Lookahead(Draft):
         tokens, live, parents = jax.vmap(guesses)(state.pool, s.newest)
         return Proposal(tokens=tokens, live=live, parents=parents, probes=probes if cells.shape[1] else None), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Ahead) -> Ahead:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Ahead) -> Ahead:
         if decision is None:
             return state
         drafts = self.guess_set_size * self.length

@@ -111,7 +111,7 @@ class SJD(Draft):
         kept = jax.vmap(jax.vmap(put))(jnp.full(fresh.shape, -jnp.inf), state.tokens, log_p)
         return jnp.where(known[..., None], kept, jnp.where(fresh, 0.0, -jnp.inf))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Conditionals) -> Conditionals:
         if decision is None or state.policy is None:
             return state.replace(policy=None)

@@ -118,7 +118,8 @@ class DraftModel(Source):
     def place(self, state: Drafting, slots: Array) -> Drafting:
         return state.replace(nodes=slots)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Drafting) -> Drafting:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Drafting) -> Drafting:
         if decision is None or state.scratch is None or state.nodes is None:
             return Drafting(cache=state.cache)
         nodes = jnp.broadcast_to(state.nodes, (s.batch, state.nodes.shape[1]))

@@ -90,8 +90,9 @@ class TargetRooted(SourceAround):
         known = (state.logits > -jnp.inf).any(-1)
         return state.replace(source=inner), answer.replace(logits=jnp.where(known[:, None, None], own[:, None], logits))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Rooted) -> Rooted:
-        inner = self.source.observe(s, window, out, decision, state.source)
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Rooted) -> Rooted:
+        inner = self.source.observe(params, s, window, out, decision, state.source)
         if decision is None:
             return self._nothing(s, inner)
         # a verifier that held its own token back ends on a draft, the next node of its path

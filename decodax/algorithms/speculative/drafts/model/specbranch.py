@@ -166,8 +166,8 @@ class SpecBranch(AroundSource, Draft):
         return state.replace(source=source.place(g.source, nodes), heads=jnp.where(live, heads, -1),
                              rest=jnp.stack(rest, -1), confident=confident)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return self.learn(s, window, out, decision, self.look(out, decision), state)
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.learn(params, s, window, out, decision, self.look(out, decision), state)
 
     def look(self, out: Out, decision: Decision | None) -> Any:
         """Returns the features from the target's output for the classifier; None if there is none."""
@@ -175,11 +175,11 @@ class SpecBranch(AroundSource, Draft):
             return None
         return self.lengths.read(out, take(decision.source, decision.accepted[:, None])[:, 0])
 
-    def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
+    def learn(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
               state: Branches) -> Branches:
         """Updates the state as `observe` does, with the result of `look` as `seen`. Except for this, only the source
         uses `out`."""
-        source = self.source.observe(s, window, out, decision, state.source)
+        source = self.source.observe(self._own(params), s, window, out, decision, state.source)
         if decision is None or decision.accepted is None:
             return state.replace(source=source, waits=jnp.zeros_like(state.waits))
         own = take(decision.tokens, decision.accepted[:, None])

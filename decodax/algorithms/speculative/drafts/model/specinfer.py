@@ -102,9 +102,9 @@ class Merged(Draft):
             first = first.at[:, 1 + level].set(jnp.asarray(1 + level, jnp.int32)[jnp.argmax(equal, 2)])
         return first
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        return tuple(source.observe(s, window, out, decision, x)
-                     for source, x in zip(self.sources, state, strict=True))
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return tuple(source.observe(own, s, window, out, decision, x)
+                     for source, own, x in zip(self.sources, self._own(params), state, strict=True))
 
     def _own(self, params: Params) -> list[Params]:
         each = params.draft or (None,) * len(self.sources)

@@ -258,11 +258,12 @@ class Staged(Draft):
             nodes = put(nodes, last, take(node, ran))
         return proposal, self.draft.place(g.source, nodes[:, 1:])
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         trunk, kept = state
+        model, inner = (params.replace(draft=x) for x in params.draft)
         if isinstance(self.inner, Source):
-            kept = self.inner.observe(s, window, out, decision, kept)
-        return self.draft.observe(s, window, out, decision, trunk), kept
+            kept = self.inner.observe(inner, s, window, out, decision, kept)
+        return self.draft.observe(model, s, window, out, decision, trunk), kept
 
 
 @ALGORITHMS.register("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023",

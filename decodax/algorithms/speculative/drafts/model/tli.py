@@ -157,12 +157,13 @@ class Intersection(Source):
     def place(self, state: Mapped, slots: Array) -> Mapped:
         return state.replace(drafting=self.source.place(state.drafting, slots))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Mapped) -> Mapped:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Mapped) -> Mapped:
         if decision is not None:
             shift = (state.length - s.length)[:, None]
             fits = self._fits(state)[:, None] & (decision.slots >= 0) & (decision.slots + shift < state.tokens.shape[1])
             decision = decision.replace(slots=jnp.where(fits, decision.slots + shift, -1))
-        return state.replace(drafting=self.source.observe(s, window, out, decision, state.drafting))
+        return state.replace(drafting=self.source.observe(_inner(params), s, window, out, decision, state.drafting))
 
     def _fits(self, state: Mapped) -> Array:
         """Returns True for rows whose text fits in the draft model's cache, `bool[B]`."""

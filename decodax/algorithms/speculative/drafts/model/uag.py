@@ -196,7 +196,8 @@ class Realigned(Draft):
         tokens, covered = jax.vmap(lambda data, count: self.drafts_of(own.target, data, count))(data, count)
         return chain(tokens, covered), state.replace(tokens=done.tokens, cache=done.cache)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Reading) -> Reading:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Reading) -> Reading:
         return state
 
     def read_text(self, own: AlignedVocabularies, s: State, state: Reading) -> Reading:

@@ -118,7 +118,8 @@ class CLaSp(SelfDraft):
     def running(self, s: State, state: InContext) -> Array:
         return state.keep[:1]
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: InContext) -> InContext:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: InContext) -> InContext:
         state = state.replace(scratch=None)
         if out.layers is None:      # under guidance: the set stays as it is
             return state

@@ -92,8 +92,9 @@ class DraftExit(SourceAround):
         source, answer = self.source.start(params, s, state.source, room)
         return state.replace(source=source, mine=s.running), answer
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exit) -> Exit:
-        state = state.replace(source=self.source.observe(s, window, out, decision, state.source))
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Exit) -> Exit:
+        state = state.replace(source=self.source.observe(params, s, window, out, decision, state.source))
         if decision is None:
             return state
         assert decision.accepted is not None and decision.drafted is not None

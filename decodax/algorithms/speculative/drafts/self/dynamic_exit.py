@@ -127,7 +127,8 @@ class DynamicExit(SelfDraft):
         # rows that have finished ask for nothing
         return jnp.arange(self.model.depth) < jnp.where(s.running, state.layer, 0)[:, None]
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exits) -> Exits:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Exits) -> Exits:
         state = state.replace(scratch=None)
         if decision is None or out.layers is None or out.norm is None:      # no layers under guidance: the choice stays
             return state

@@ -112,7 +112,8 @@ class KNNSkip(SelfDraft):
         assert state.keep is not None
         return state.keep
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Matched) -> Matched:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Matched) -> Matched:
         if decision is not None:
             return Matched(vector=state.vector)
         # dead nodes may hold anything

@@ -140,7 +140,8 @@ class LayerSkip(SelfDraft):
         return PartialForward(model=self.model, layers=tuple(map(whole, state.layers, out.layers[:E])),
                               entries=jax.tree.map(whole, scratch.entries[:E], tuple(out.entries[:E])))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> None:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Any) -> None:
         return None
 
 

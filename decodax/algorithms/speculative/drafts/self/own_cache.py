@@ -83,7 +83,8 @@ class OwnCache(SelfDraft):
         scratch, out = self.run_level(params, s, state, state, level)
         return scratch, Answer(out.logits(), out.hidden)
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> None:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Any) -> None:
         return None
 
     def forward(self, params: Params, window: Window, cache: Any, keep: Any) -> Out:

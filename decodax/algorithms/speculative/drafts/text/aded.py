@@ -138,7 +138,7 @@ class ADED(FromText, Draft):
                            -1)
         return jax.vmap(self._search)(state, before, s.newest), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         if decision is None:
             return state
 

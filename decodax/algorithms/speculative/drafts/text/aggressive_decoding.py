@@ -86,7 +86,7 @@ class InputGuided(Draft):
         count = jnp.clip(s.prompt_length - self.leave - state.at, 0, self.length)
         return chain(tokens, jnp.where(state.at >= 0, count, 0).astype(jnp.int32)), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         if decision is None:
             return state
         match, at = jax.vmap(self._follow)(s.tokens, s.prompt_length, state.match, state.at, decision.tokens,

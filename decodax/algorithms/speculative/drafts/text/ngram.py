@@ -131,7 +131,7 @@ class NGramModel(FromText, Source):
         paths, contexts = state.extend(level)
         return paths, Answer(self._logits(self.history(params, s), contexts))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         return None         # the tree's contexts end with the round
 
     def _logits(self, history: Array, contexts: Array) -> Array:

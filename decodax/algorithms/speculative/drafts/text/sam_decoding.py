@@ -130,7 +130,7 @@ class SuffixAutomaton(FromText, Draft):
         count = jnp.where(match >= self.min_match, count, 0)
         return chain(jnp.maximum(tokens, 0), count.astype(jnp.int32)).replace(match=certain), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         if decision is None:
             return state
         return jax.vmap(follow)(known(s), s.length, state, decision.tokens, decision.count)

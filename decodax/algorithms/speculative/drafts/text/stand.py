@@ -145,7 +145,7 @@ class Stand(Source):
         paths, contexts = state.paths.extend(level)
         return state.replace(paths=paths), Answer(self._logits(params, s, state, contexts))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         N = s.tokens.shape[1]
         if decision is None:
             nodes, true = None, window.live

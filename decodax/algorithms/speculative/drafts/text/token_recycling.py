@@ -144,7 +144,7 @@ class TokenRecycling(Draft):
         drafts = tokens[:, 1:]
         return Proposal(tokens=jnp.maximum(drafts, 0), live=drafts >= 0, parents=parents[None]), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         likely = by_nodes(lambda x, _: top_k(x, self.k)[1], out.head, out.hidden).astype(jnp.int32)
         slot = jnp.where(window.live, window.tokens % self.rows, self.rows)      # beyond the end: dropped
         later = jnp.triu(slot[:, :, None] == slot[:, None, :], 1).any(-1)

@@ -1,0 +1,21 @@
+"""Trained drafters: heads that read the target's hidden states. One file for each paper; their networks are in
+`decodax.models.drafters`."""
+
+from decodax.algorithms.speculative.heads import (  # noqa: F401
+    dflash,
+    dflash2,
+    domino,
+    dspark,
+    eagle,
+    eagle3,
+    hydra,
+    jetspec,
+    medusa,
+    mlp_speculator,
+    mtp,
+    p_eagle,
+    xpress,
+)
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
+
+__all__ = ["HeadWeights", "TrainedHead", "trained"]

@@ -1,0 +1,235 @@
+"""Drafts with a trained head, which reads the hidden states that the target computes anyway.
+
+A head works on pairs of a feature and the token after it (`decodax.models.drafters`). After a round the features of all
+accepted tokens are known, and the head's state is computed from them: what it computed from its own predictions while
+drafting is dropped. So the newest token, which the target has not processed yet, opens the next tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.common.arguments import shown
+from decodax.common.axes import constrain
+from decodax.common.struct import Struct, short, struct
+from decodax.core.cache import Cache
+from decodax.core.capabilities import Draftable, tree_buffer, truncate
+from decodax.core.composed import data
+from decodax.core.loaded import network_of
+from decodax.core.mesh import heads
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params, embeddings, logits_of
+from decodax.core.window import Window, causal, take
+from decodax.io.drafters import TrainedDrafter, load_drafter, shipped_drafter
+from decodax.models.drafters.head import Depth, DraftHead, HeadStep
+
+
+@struct
+class HeadWeights(Struct):
+    """The weights of a drafter.
+
+    Attributes:
+        head: those of its network.
+        ids: `i32[Vd]`, the target's token for each of the head's logits; None: they are the target's.
+    """
+
+    head: Any
+    ids: Array | None = None
+
+
+@struct
+class HeadState(Struct):
+    """State of a head.
+
+    Attributes:
+        cache: keys and values of verified pairs; None for a head without attention.
+        hidden: `f[B, h]`, the head's hidden state for the newest token.
+        state: `f[B, d]`, its state there.
+        states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
+        scratch: within a round, the buffer with the keys and values of the nodes.
+    """
+
+    cache: Cache | None
+    hidden: Array
+    state: Array
+    states: Array | None = None
+    scratch: Draftable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedHead(Source):
+    """Drafts with a trained head.
+
+    Attributes:
+        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
+        head: the head's network.
+        weights: its `HeadWeights`.
+        vocab_size: number of logits of the target; None: that of the head.
+    """
+
+    __repr__ = short
+
+    model: Any
+    head: DraftHead
+    weights: Any = data()
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", network_of(self.model)[0])
+
+    def for_vocabulary(self, size: int) -> TrainedHead:
+        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
+        return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
+
+    @property
+    def reader(self) -> Self:
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        return self.head.longest
+
+    def init(self, params: Params, s: State) -> HeadState:
+        if not isinstance(params.draft, HeadWeights):
+            raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
+        cache, dtype = None, self._dtype(params)
+        if self.head.kv_layers:
+            cache = self.head.init_cache(s.batch, s.cache.capacity, dtype)
+            cache = constrain(cache, heads(cache))
+        shapes = self._shapes(params, s.batch)
+        zeros = lambda x: jnp.zeros((s.batch, x.shape[2]), x.dtype)
+        return HeadState(cache=cache, hidden=zeros(shapes.hidden), state=zeros(shapes.state))
+
+    def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
+        scratch, cache = None, state.cache
+        if cache is not None:
+            # a row that goes on after its end keeps no pairs of tokens that were cut
+            cache = truncate(cache, s.length - 1)
+            scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+        states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
+        hidden = state.hidden[:, None]
+        return (state.replace(cache=cache, states=states, scratch=scratch),
+                Answer(self._logits(params, hidden, 0), hidden))
+
+    def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
+        assert state.states is not None
+        if level.chained and level.tokens.shape[1] > 1:
+            raise ValueError(f"draft: {type(self.head).__name__} computes the state of a node from that of its parent, "
+                             "so it does not take a chain of several nodes at once")
+        depth = level.positions - s.length[:, None] + 1
+        window = Window(tokens=level.tokens, positions=level.positions - 1, mask=level.inside,
+                        live=jnp.ones(level.tokens.shape, bool))
+        scratch = state.scratch
+        seen = None if scratch is None else scratch.replace(base=state.cache).seen_by(level.sees)
+        step = self._step(params, window, take(state.states, level.parents), depth, seen)
+        if scratch is not None:
+            assert seen is not None
+            scratch = seen.append(step.entries, window.positions, level.at).replace(base=None)
+        states = lax.dynamic_update_slice_in_dim(state.states, step.state, level.at + 1, 1)
+        return (state.replace(states=states, scratch=scratch),
+                Answer(self._logits(params, step.hidden, depth), step.hidden))
+
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: HeadState) -> HeadState:
+        features = self.head.features(out.hidden, out.layers)
+        if decision is None:                # a chunk of the prompt, whose tokens are all known
+            at = jnp.minimum(window.positions + 1, s.tokens.shape[1] - 1)
+            tokens, live = jnp.take_along_axis(s.tokens, at, 1), window.live
+            pairs = window.replace(tokens=tokens)
+        else:
+            features = take(features, decision.source)
+            tokens, index = decision.tokens, jnp.arange(decision.tokens.shape[1], dtype=jnp.int32)
+            live = (index < decision.count[:, None]) & (tokens >= 0) & s.running[:, None]
+            pairs = causal(jnp.maximum(tokens, 0), s.length - 1, live)
+        last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
+        cache = state.cache
+        if cache is None:                   # only the newest pair matters
+            at = jnp.maximum(last, 0)[:, None]
+            features = take(features, at)
+            pairs = causal(take(pairs.tokens, at), take(pairs.positions, at)[:, 0])
+        entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
+        step = self._step(params, pairs, entered, 0, cache)
+        if cache is not None:
+            # the slots depend on the step, or XLA on CPU copies the cache to protect its readers
+            kept = live & jnp.isfinite(step.hidden).all(-1)
+            cache = cache.commit(step.entries, jnp.where(kept, pairs.positions, -1))
+        at = jnp.zeros_like(last) if state.cache is None else jnp.maximum(last, 0)
+        newest = lambda new, old: jnp.where(last[:, None] >= 0, take(new, at[:, None])[:, 0], old)
+        return HeadState(cache=cache, hidden=newest(step.hidden, state.hidden), state=newest(step.state, state.state))
+
+    def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> HeadStep:
+        """Runs the head on pairs: the tokens of a window, and the states before them."""
+        attend = None if cache is None else lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window,
+                                                                                           **options)
+        return self.head.step(params.draft.head, window.tokens, lambda x: embeddings(self.model, params.target, x),
+                              state, window.positions, depth, attend)
+
+    def _logits(self, params: Params, hidden: Array, depth: Depth) -> Array:
+        """Returns logits over the target's vocabulary; tokens that the head does not know have -inf."""
+        own = 1 if self.head.parallel else hidden.shape[1]
+        logits = self.head.logits(params.draft.head, hidden[:, :own], depth if isinstance(depth, int) else
+                                  depth[:, :own], lambda hidden: logits_of(self.model, params.target, hidden))
+        logits = spread(logits, params.draft.ids, self.vocab_size)
+        return jnp.broadcast_to(logits, (*hidden.shape[:2], logits.shape[-1]))
+
+    def _dtype(self, params: Params) -> Any:
+        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(params.draft.head)
+                                 if jnp.issubdtype(x.dtype, jnp.floating)))
+
+    def _shapes(self, params: Params, batch: int) -> HeadStep:
+        """Returns shapes and dtypes of the head's output for one pair of each of `batch` rows."""
+        def one(params: Params) -> HeadStep:
+            cache = self.head.init_cache(batch, 1, self._dtype(params))
+            state = jnp.zeros((batch, 1, self.head.state_width), self._dtype(params))
+            nothing = jnp.zeros((batch, 1), jnp.int32)
+            return self._step(params, causal(nothing, nothing[:, 0]), state, 0, cache)
+
+        return jax.eval_shape(one, params)
+
+
+def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
+    """Returns the source of drafts for a target, from a drafter that was trained for one of the methods `systems`.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods, the most likely first.
+
+    Raises:
+        ValueError: none is given and none is shipped, or it is one of another method or for another target.
+    """
+    if draft is None:
+        found = next((path for system in systems if (path := shipped_drafter(system, lm.name))), None)
+        if found is None:
+            raise ValueError(f"draft: {systems[0]!r} needs a drafter that was trained for {lm.name!r}, and none is "
+                             "shipped; takes draft=decodax.load_drafter(DIRECTORY, lm)")
+        draft = found
+    if isinstance(draft, (str, os.PathLike)):
+        draft = load_drafter(draft)
+    if not isinstance(draft, TrainedDrafter):
+        raise ValueError(f"draft: got {shown(draft)}, {systems[0]!r} takes a trained drafter, from "
+                         "decodax.load_drafter")
+    if draft.system not in systems:
+        raise ValueError(f"draft: got one of {draft.system!r}, {systems[0]!r} takes one of "
+                         f"{' or '.join(map(repr, systems))}")
+    draft.check(lm)
+    return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
+
+
+def spread(logits: Array, ids: Array | None, size: int | None) -> Array:
+    """Returns a head's logits `f32[B, W, Vd]` over the target's vocabulary, `f32[B, W, size]`; tokens that the head
+    does not know have -inf. `ids` are those of `HeadWeights`; `size` None: the head's own."""
+    size = size or logits.shape[-1]
+    if ids is not None:
+        return jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype).at[..., ids].set(logits, mode="drop")
+    if logits.shape[-1] == size:
+        return logits
+    spare = [(0, 0), (0, 0), (0, max(size - logits.shape[-1], 0))]
+    return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :size]

@@ -1,0 +1,144 @@
+"""Reads the published files of EAGLE-1, 2 and 3: the authors', and those of SpecForge, speculators and NVIDIA.
+
+Files name the target's layers in two ways, which differ by one: by the layer whose *output* is read, counted from 0, or
+by the layer whose *input* it is. Here layers are always outputs. A file whose way is not known is refused without the
+argument `layer_ids`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from decodax.io.drafters.reading import placed
+from decodax.io.drafters.tensors import Tensors, taps
+from decodax.io.files import CheckpointError
+from decodax.models.config import DecoderConfig
+from decodax.models.drafters.recurrent import RecurrentHead
+from decodax.models.families import read_config
+
+Json = Mapping[str, Any]
+LayerIds = Literal["outputs", "inputs"]
+FeedsBack = Literal["before norm", "after norm"]
+
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+         "rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "attention_bias", "mlp_bias",
+         "max_position_embeddings", "num_hidden_layers")
+"""The entries of a configuration that describe a head's layers."""
+
+NVIDIA = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
+"""Entries of `eagle_config` that NVIDIA's exporter writes; it names layers by their outputs."""
+
+
+def read_eagle(tensors: Tensors, dtype: Any) -> tuple[RecurrentHead, Any]:
+    """Returns the head of EAGLE-1 and 2: a layer without an input norm, and a linear layer over embedding and state."""
+    layers = _layers(tensors.config, int(tensors.config["vocab_size"]))
+    head = RecurrentHead((), layers.vocab, config=layers, fuse="fc", bias="fc.bias" in tensors, first_norm=False,
+                         final_norm=False)
+    names = {"fc.kernel": "fc.weight", "fc.bias": "fc.bias", **_layer_names("layers.", len(layers.layers))}
+    tensors.skip("embed_tokens.weight")     # a copy of the target's
+    return head, placed(tensors, head, names, dtype)
+
+
+def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_ids: LayerIds | None = None,
+                feeds_back: FeedsBack | None = None) -> tuple[RecurrentHead, Any, np.ndarray | None]:
+    """Returns a head of EAGLE-3, its weights, and the target's token for each of its logits, or None.
+
+    Args:
+        tensors: the tensors of the file, with its `config.json`.
+        dtype: dtype of the weights.
+        depth: number of the target's layers; None: unknown, which files without layers need.
+        layer_ids: how the file names layers; None: as its producer does, if that is known.
+        feeds_back: the state that is fed back; None: as the producer does, if that is known.
+    """
+    config = tensors.config
+    whole = {**config, **config.get("transformer_layer_config", {})}
+    mid = "midlayer." if any(name.startswith("midlayer.") for name in tensors.names) else "layers.0."
+    vocab, known = int(tensors["lm_head.weight"].shape[0]), int(whole["vocab_size"])
+    layers = _layers(whole, vocab)
+    read = _taps(tensors, depth, layer_ids)
+    each, every = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
+    wide = tensors["fc.weight"].shape[1] // len(read)
+    own_table = "embed_tokens.weight" in tensors
+    head = RecurrentHead(
+        read, vocab, config=layers, feature_width=wide, project=True, own_head=True,
+        tap_norm="each" if each else "all" if every else None,
+        norm_residual=bool(config.get("norm_before_residual", False)),
+        feeds_back=_feeds_back(tensors, feeds_back), fuse="attention", own_table=own_table, table_size=known)
+    names = {"taps.kernel": "fc.weight", "embed_norm.scale": f"{mid}input_layernorm.weight",
+             "state_norm.scale": f"{mid}hidden_norm.weight", "norm.scale": "norm.weight", "tap_norm.scale":
+             "input_norm.weight", "lm_head.kernel": "lm_head.weight", "embed": "embed_tokens.weight",
+             **{f"tap_norms.{i}.scale": f"fc_norm.{i}.weight" for i in range(len(read))},
+             **_layer_names("layers.", len(layers.layers))}
+    if mid == "midlayer.":
+        names = {where: name.replace("layers.0.", mid) for where, name in names.items()}
+    ids = tensors.vocabulary(vocab, known)
+    return head, placed(tensors, head, names, dtype), ids
+
+
+def _layers(config: Json, vocab: int) -> DecoderConfig:
+    entries = {key: config[key] for key in SHAPE if config.get(key) is not None}
+    kind = config.get("model_type", "llama")
+    family = kind if kind in ("llama", "qwen2", "qwen3", "mistral") else "llama"
+    made = read_config({**entries, "model_type": family, "vocab_size": vocab, "tie_word_embeddings": False,
+                        "num_hidden_layers": entries.get("num_hidden_layers", 1)})
+    # Drafts may lie beyond the number of positions that files state; angles are computed for any.
+    return dataclasses.replace(made, context=max(made.context, 1))
+
+
+def _layer_names(stem: str, count: int) -> dict[str, str]:
+    """Returns the tensor of each weight of ordinary layers."""
+    names: dict[str, str] = {}
+    for i in range(count):
+        own = f"{stem}{i}."
+        for part in ("q", "k", "v", "o"):
+            for kind, suffix in (("kernel", "weight"), ("bias", "bias")):
+                names[f"layers.{i}.attn.{part}.{kind}"] = f"{own}self_attn.{part}_proj.{suffix}"
+        for part in ("gate", "up", "down"):
+            for kind, suffix in (("kernel", "weight"), ("bias", "bias")):
+                names[f"layers.{i}.mlp.{part}.{kind}"] = f"{own}mlp.{part}_proj.{suffix}"
+        names |= {f"layers.{i}.attn_in.scale": f"{own}input_layernorm.weight",
+                  f"layers.{i}.mlp_in.scale": f"{own}post_attention_layernorm.weight",
+                  f"layers.{i}.attn.q_norm.scale": f"{own}self_attn.q_norm.weight",
+                  f"layers.{i}.attn.k_norm.scale": f"{own}self_attn.k_norm.weight"}
+    return names
+
+
+def _taps(tensors: Tensors, depth: int | None, layer_ids: LayerIds | None) -> tuple[int, ...]:
+    """Returns the layers whose outputs a head of EAGLE-3 reads, counted from 0."""
+    config, path = tensors.config, tensors.name
+    nested = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        if depth is None:
+            raise CheckpointError(f"{path}: names no layers of the target; takes load_drafter(..., target=lm), whose "
+                                  "depth gives the default")
+        default = 1, depth // 2 - 1, depth - 4      # inputs of the layers 2, depth / 2 and depth - 3
+        if len(set(default)) < 3 or min(default) < 0:
+            raise CheckpointError(f"{path}: names no layers of the target, and the default ones of a target of "
+                                  f"{depth} layers are {default}, which collide")
+        return default
+    known: LayerIds | None = "inputs" if config.get("speculators_model_type") == "eagle3" else (
+        "outputs" if any(key in nested for key in NVIDIA) else None)
+    way = layer_ids or known
+    if way is None:
+        raise CheckpointError(f"{path}: reads the target's layers {list(ids)}, and does not say if these are the "
+                              "layers whose outputs or whose inputs are read; takes layer_ids='outputs' or 'inputs'")
+    found = taps(path, ids if way == "outputs" else None, ids if way == "inputs" else None, depth)
+    assert found is not None
+    return found
+
+
+def _feeds_back(tensors: Tensors, given: FeedsBack | None) -> FeedsBack:
+    """Returns the state that a head of EAGLE-3 feeds back: before its norm, unless speculators says otherwise."""
+    if given is not None:
+        return given
+    if not tensors.config.get("norm_output", False):
+        return "before norm"
+    if tensors.config.get("speculators_model_type") == "eagle3":
+        return "after norm"
+    raise CheckpointError(f"{tensors.name}: norm_output is true, which producers mean differently; takes "
+                          "feeds_back='before norm' (SpecForge's training) or 'after norm'")

@@ -1,0 +1,183 @@
+"""A trained drafter, and its directory: `config.json` and `model.safetensors`.
+
+The library's own layout stores the head's configuration as it is, and a tensor for each weight. Directories that others
+have published are recognised by their `config.json` (`decodax.io.drafters.published`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import decodax.models
+from decodax.io.drafters.eagle import FeedsBack, LayerIds
+from decodax.io.drafters.published import read_published
+from decodax.io.files import CheckpointError, Files, read_json, write_files
+from decodax.models.blocks.options import Layer, QueryScale
+from decodax.models.config import DecoderConfig, NormConfig
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.parallel import ParallelHead
+from decodax.models.drafters.recurrent import RecurrentHead
+from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.names import flatten
+from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
+from decodax.models.weight_source import nested
+
+ENTRY = "decodax_drafter"
+"""The entry of `config.json` that marks the library's own layout; its value is the system's name."""
+
+PARTS = {kind.__name__: kind for kind in (
+    RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
+    HydraHead, MLPSpeculatorHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
+    Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+"""The classes of which a head's configuration is made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedDrafter:
+    """A trained drafter ready to draft: its network and weights.
+
+    Attributes:
+        system: name of the method that it was trained for, such as "eagle3".
+        head: its network.
+        params: the network's weights.
+        ids: `i32[Vd]`, the target's token for each of its logits; None: they are the target's.
+        name: the name or path from which it was loaded.
+    """
+
+    system: str
+    head: DraftHead
+    params: Weights = dataclasses.field(repr=False)
+    ids: Array | None = dataclasses.field(default=None, repr=False)
+    name: str = "drafter"
+
+    def check(self, target: Any) -> None:
+        """Checks that the drafter fits a target, a result of `decodax.load`.
+
+        Raises:
+            ValueError: it reads hidden states of another width, or more layers than the target has.
+        """
+        config = getattr(target.model, "config", None)
+        width, layers = getattr(config, "width", None), getattr(target.model, "depth", None)
+        if width is not None and width != self.head.target_width:
+            raise ValueError(f"draft: {self.name!r} reads hidden states of width {self.head.target_width}, and those "
+                             f"of {target.name!r} have {width}; takes a drafter that was trained for this target")
+        if layers is not None and self.head.taps and max(self.head.taps) >= layers:
+            raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
+                             f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
+
+
+def shipped_drafter(system: str, target: str) -> Path | None:
+    """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None."""
+    path = Path(decodax.models.__file__).parent / "zoo" / f"{target}-{system}"
+    return path if (path / "config.json").is_file() else None
+
+
+def is_drafter(path: str | os.PathLike[str]) -> bool:
+    """Returns True if a directory holds a trained drafter in the library's layout."""
+    path = _found(path)
+    return (path / "config.json").is_file() and ENTRY in read_json(path / "config.json")
+
+
+def _found(path: str | os.PathLike[str]) -> Path:
+    inside = Path(decodax.models.__file__).parent / "zoo" / str(path)
+    return inside if inside.is_dir() and not Path(path).exists() else Path(path)
+
+
+def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
+                 dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
+                 feeds_back: FeedsBack | None = None) -> TrainedDrafter:
+    """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra, IBM's
+    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; DFlash, DSpark, Domino, DFlash2,
+    JetSpec and XPress).
+
+    Args:
+        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
+        target: the target, a result of `decodax.load`, which the drafter is checked against; None: no check.
+        dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.
+        layer_ids: for EAGLE-3, whether the file's layers of the target are named by their "outputs" or their "inputs";
+            None: as its producer does, if that is known.
+        feeds_back: for EAGLE-3, the state that is fed back; None: as its producer does, if that is known.
+
+    Raises:
+        ValueError: the directory holds no drafter, a tensor is missing or has another shape, or the drafter does not
+            fit the target.
+    """
+    path = _found(directory)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"directory: {path} has no config.json, takes the directory of a trained drafter")
+    config = read_json(path / "config.json")
+    kind = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
+    if ENTRY in config:
+        head = decoded(config["head"])
+        made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
+    else:
+        depth = getattr(getattr(target, "model", None), "depth", None)
+        made = TrainedDrafter(*read_published(path, kind, depth, layer_ids, feeds_back), str(directory))
+    if target is not None:
+        made.check(target)
+    return made
+
+
+def _read(path: Path, head: Any, dtype: Any) -> tuple[Weights, Array | None]:
+    files = Files(path)
+    shapes = flatten(head.abstract_params())
+    leaves = {}
+    for name, shape in shapes.items():
+        if name not in files.home:
+            raise CheckpointError(f"{path}: tensor {name!r} is missing")
+        found = files.slice(name)[...]
+        if found.shape != shape.shape:
+            raise CheckpointError(f"{path}: tensor {name!r} has shape {found.shape}, takes {shape.shape}")
+        leaves[name] = jnp.asarray(found, dtype)
+    ids = jnp.asarray(files.slice("ids")[...], jnp.int32) if "ids" in files.home else None
+    return nested(leaves), ids
+
+
+def save_drafter(directory: str | os.PathLike[str], drafter: TrainedDrafter,
+                 dtype: jax.typing.DTypeLike = "bfloat16", facts: Mapping[str, Any] | None = None) -> None:
+    """Writes a drafter to a directory that `load_drafter` reads; `facts` are further entries of `config.json`."""
+    tensors = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in flatten(drafter.params).items()}
+    if drafter.ids is not None:
+        tensors["ids"] = np.asarray(drafter.ids, np.int32)
+    write_files(Path(directory), tensors, {**(facts or {}), ENTRY: drafter.system, "head": encoded(drafter.head)}, "np")
+
+
+def encoded(value: Any) -> Any:
+    """Returns a configuration as JSON values: a dataclass as a dictionary of those fields that are not defaults, with
+    its class as "kind"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value).__name__ not in PARTS:
+            raise ValueError(f"head: got a {type(value).__name__} in its configuration, which cannot be saved")
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        own = {f.name for f in dataclasses.fields(value) if f.default != given[f.name]}
+        return {"kind": type(value).__name__, **{k: encoded(v) for k, v in given.items() if k in own}}
+    return [encoded(x) for x in value] if isinstance(value, tuple) else value
+
+
+def decoded(value: Any) -> Any:
+    """Returns the configuration that `encoded` made JSON values of.
+
+    Raises:
+        CheckpointError: an unknown class, or a field that it does not have.
+    """
+    if isinstance(value, list):
+        return tuple(map(decoded, value))
+    if not isinstance(value, dict):
+        return value
+    given = {k: decoded(v) for k, v in value.items() if k != "kind"}
+    try:
+        return PARTS[value["kind"]](**given)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: head: {error}") from None

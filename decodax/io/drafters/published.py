@@ -1,0 +1,42 @@
+"""Recognises the layout of a published drafter by its `config.json`, and reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from decodax.io.drafters import dflash
+from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
+from decodax.io.drafters.reading import tensors_in
+from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
+from decodax.io.files import CheckpointError
+
+
+def read_published(path: Path, dtype: Any, depth: int | None, layer_ids: LayerIds | None,
+                   feeds_back: FeedsBack | None) -> tuple[str, Any, Any, Any]:
+    """Returns a drafter's method, network, weights, and the target's token for each of its logits (None: all).
+
+    Raises:
+        CheckpointError: the layout is not known, leaves something open, or a tensor does not fit it.
+    """
+    tensors = tensors_in(path)
+    config, kinds = tensors.config, " ".join(tensors.config.get("architectures") or ())
+    if "medusa_num_heads" in config:
+        return "medusa", *read_medusa(tensors, dtype), None
+    if "hydra_num_heads" in config:
+        return "hydra", *read_hydra(tensors, dtype), None
+    if config.get("model_type") == "mlp_speculator":
+        return "mlp-speculator", *read_mlp_speculator(tensors, dtype), None
+    if dflash.is_block_head(config):
+        made, own, known = dflash.read(tensors, dtype=dtype)
+        return dflash.system_of(made), made, own, None if known is None else jnp.asarray(known, jnp.int32)
+    if "Eagle3" in kinds or config.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in config:
+        head, weights, ids = read_eagle3(tensors, dtype, depth, layer_ids, feeds_back)
+        return "eagle-3", head, weights, None if ids is None else jnp.asarray(ids, jnp.int32)
+    if "fc.weight" in tensors and "lm_head.weight" not in tensors:
+        return "eagle", *read_eagle(tensors, dtype), None
+    raise CheckpointError(f"{path}: is no drafter in a known layout (architectures {config.get('architectures')}, "
+                          f"model_type {config.get('model_type')!r}); known are Medusa, Hydra, the MLP speculator, "
+                          "EAGLE-1 to 3, block heads (DFlash and its successors), and this library's own")

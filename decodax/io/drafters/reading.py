@@ -1,0 +1,70 @@
+"""Reads the files of a published drafter, and places their tensors in a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from decodax.io.drafters.tensors import Tensors
+from decodax.io.files import CheckpointError, read_json
+from decodax.models.names import flatten
+from decodax.models.weight_source import WeightSource
+
+
+def tensors_in(path: Path) -> Tensors:
+    """Returns the tensors in the `.safetensors` files of a directory; if it has none, in its `.bin` and `.pt` files,
+    which takes PyTorch, and from which tensors alone are read, never other objects.
+
+    Raises:
+        CheckpointError: there are no such files, or one cannot be read.
+    """
+    config, files = read_json(path / "config.json"), sorted(path.glob("*.safetensors"))
+    pickled = [] if files else sorted([*path.glob("*.bin"), *path.glob("*.pt")])
+    if not files and not pickled:
+        raise CheckpointError(f"{path}: holds no .safetensors, .bin or .pt file with weights")
+    found: dict[str, Any] = {}
+    for file in files or pickled:
+        try:
+            found |= load_file(file) if files else _pickled(file)
+        except Exception as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from None
+    return Tensors(found, config)
+
+
+def _pickled(file: Path) -> dict[str, np.ndarray]:
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("takes PyTorch; without it, takes a .safetensors file") from None
+    held = torch.load(file, map_location="cpu", weights_only=True)
+    return {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in held.items()}
+
+
+def placed(tensors: Tensors, head: Any, names: Mapping[str, str], dtype: Any) -> dict[str, Any]:
+    """Returns a head's weights, by the tensor of each; kernels are `[out, in]` in the file.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape, or the file has others.
+    """
+    sources = {}
+    for path, shape in flatten(head.abstract_params()).items():
+        turned = path.endswith("kernel")
+        full = shape.shape[::-1] if turned else shape.shape
+        sources[path] = WeightSource((names[path],), turned, None, full)
+    return tensors.weights(sources, dtype)
+
+
+def same(tensors: Tensors, names: list[str]) -> None:
+    """Checks that tensors are equal that are one in the authors' code, which repeats it in its files.
+
+    Raises:
+        CheckpointError: two of them differ.
+    """
+    for name in names[1:]:
+        if not np.array_equal(tensors[names[0]], tensors[name]):
+            raise CheckpointError(f"{tensors.name}: {names[0]!r} and {name!r} differ, which are one tensor in the "
+                                  "authors' code")

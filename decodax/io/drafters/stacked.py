@@ -1,0 +1,102 @@
+"""Reads the published files of stacked heads: Medusa, Hydra and the MLP speculator."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from decodax.io.drafters.reading import placed, same
+from decodax.io.drafters.tensors import Tensors
+from decodax.io.files import CheckpointError
+from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+
+
+def _numbers(tensors: Tensors, pattern: str) -> list[int]:
+    """Returns the distinct numbers that the group of a pattern matches in the names of tensors, ascending."""
+    return sorted({int(found[1]) for name in tensors.names if (found := re.fullmatch(pattern, name))})
+
+
+def _heads(tensors: Tensors, pattern: str, example: str) -> int:
+    """Returns the number of heads, from the names of tensors."""
+    found = _numbers(tensors, pattern)
+    if not found or found != list(range(len(found))):
+        raise CheckpointError(f"{tensors.name}: has no heads 0, 1, ...: tensors such as {example!r}")
+    return len(found)
+
+
+def _vocabulary(tensors: Tensors, own: str) -> int:
+    """Returns the number of logits: of the matrix `own`, or, without one, `vocab_size`."""
+    if own in tensors:
+        return tensors[own].shape[0]
+    if "vocab_size" not in tensors.config:
+        raise CheckpointError(f"{tensors.name}: config.json lacks vocab_size, and the heads have no vocabulary "
+                              "matrices")
+    return int(tensors.config["vocab_size"])
+
+
+def read_medusa(tensors: Tensors, dtype: Any) -> tuple[MedusaHead, Any]:
+    """Returns the heads of a Medusa file (`medusa_lm_head.pt` or `.safetensors`).
+
+    Uploaded configurations name wrong numbers of heads, so tensors are counted.
+    """
+    heads = _heads(tensors, r"(\d+)\.\d+\.linear\.weight", "0.0.linear.weight")
+    blocks = _numbers(tensors, r"0\.(\d+)\.linear\.weight")
+    last, own = len(blocks), f"0.{len(blocks)}.weight"
+    head = MedusaHead((), _vocabulary(tensors, own), width=tensors["0.0.linear.weight"].shape[0], heads=heads,
+                      blocks=last, own_head=own in tensors)
+    names: dict[str, str] = {}
+    for i in range(heads):
+        for part in ("weight", "bias"):
+            same(tensors, [f"{i}.{j}.linear.{part}" for j in blocks])
+        names |= {f"heads.{i}.block.kernel": f"{i}.0.linear.weight", f"heads.{i}.block.bias": f"{i}.0.linear.bias",
+                  f"heads.{i}.head.kernel": f"{i}.{last}.weight"}
+    return head, placed(tensors, head, names, dtype)
+
+
+def read_hydra(tensors: Tensors, dtype: Any) -> tuple[HydraHead, Any]:
+    """Returns the heads of a Hydra file (`hydra_lm_head.pt`) of the architecture "mlp".
+
+    Raises:
+        CheckpointError: another architecture.
+    """
+    if (kind := tensors.config.get("hydra_head_arch", "mlp")) != "mlp":
+        raise CheckpointError(f"{tensors.name}: hydra_head_arch is {kind!r}, supported is 'mlp' (Hydra++ has a layer "
+                              "before its heads)")
+    heads = _heads(tensors, r"hydra_mlp\.(\d+)\.\d+\.linear\.weight", "hydra_mlp.0.1.linear.weight")
+    first, *rest = _numbers(tensors, r"hydra_mlp\.0\.(\d+)\.linear\.weight")     # between them were dropouts
+    own = "hydra_lm_head.0.1.weight"
+    head = HydraHead((), _vocabulary(tensors, own), width=tensors[f"hydra_mlp.0.{first}.linear.weight"].shape[0],
+                     heads=heads, blocks=1 + len(rest), own_head=own in tensors)
+    names: dict[str, str] = {}
+    for i in range(heads):
+        stem = f"hydra_mlp.{i}"
+        for ours, theirs in (("residual", f"{first}.res_connection"), ("first", f"{first}.linear"),
+                             *([("block", f"{rest[0]}.linear")] if rest else [])):
+            names |= {f"heads.{i}.{ours}.kernel": f"{stem}.{theirs}.weight",
+                      f"heads.{i}.{ours}.bias": f"{stem}.{theirs}.bias"}
+        names |= {f"heads.{i}.head.kernel": f"hydra_lm_head.{i}.1.weight",
+                  f"heads.{i}.head.bias": f"hydra_lm_head.{i}.1.bias"}
+        for part in ("weight", "bias"):
+            same(tensors, [f"{stem}.{j}.linear.{part}" for j in rest])
+    return head, placed(tensors, head, names, dtype)
+
+
+def read_mlp_speculator(tensors: Tensors, dtype: Any) -> tuple[MLPSpeculatorHead, Any]:
+    """Returns an MLP speculator (`model_type` "mlp_speculator"); tied weights are repeated in the file."""
+    config = tensors.config
+    heads, tied = int(config["n_predict"]), bool(config.get("tie_weights", False))
+    inner = int(config.get("inner_dim") or config["emb_dim"])
+    head = MLPSpeculatorHead((), int(config["vocab_size"]), width=int(config["emb_dim"]), heads=heads, inner=inner,
+                             tied=tied, scale_input=bool(config.get("scale_input", False)))
+    own = lambda part, i: f"speculator.{part}.{i}"
+    names: dict[str, str] = {}
+    for i in range(min(heads, 2) if tied else heads):
+        names[f"project.{i}.kernel"] = f"{own('proj', i)}.weight"
+    for i in range(1 if tied else heads):
+        names |= {f"norm.{i}.scale": f"{own('ln', i)}.weight", f"norm.{i}.shift": f"{own('ln', i)}.bias",
+                  f"embed.{i}.table": f"{own('emb', i)}.weight", f"head.{i}.kernel": f"{own('head', i)}.weight"}
+    if tied:
+        for part, kind in (("emb", "weight"), ("head", "weight"), ("ln", "weight"), ("ln", "bias"), ("proj", "weight")):
+            each = [f"{own(part, i)}.{kind}" for i in range(part == "proj", heads)]
+            same(tensors, [name for name in each if name in tensors])
+    return head, placed(tensors, head, names, dtype)

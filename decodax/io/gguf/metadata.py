@@ -1,0 +1,98 @@
+"""The metadata of a GGUF file, and what tells architectures apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from decodax.io.files import CheckpointError
+from decodax.io.gguf.reader import GgufFile
+
+Factors = Mapping[str, np.ndarray]
+"""Tensors of rope factors by name, as numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How an architecture of llama.cpp is read.
+
+    Attributes:
+        entries: adds the family's own entries to those that all families share.
+        permuted: True if rows of queries and keys are stored in pairs of neighbours, for a rotation of neighbours; they
+            are put back into halves.
+        shifted: True if norms are stored with 1 added to their scales.
+        names: tensor names that differ from those of `decodax.io.gguf.tensors`, by the network's path.
+        by_layer: True if numbers of heads and inner channels may differ between layers; the entries that all families
+            share are then those of the first layer.
+        scaled: False if factors of the rotary frequencies are not a scaling of all layers.
+    """
+
+    entries: Callable[[Metadata, dict[str, Any]], dict[str, Any]]
+    permuted: bool = False
+    shifted: bool = False
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    by_layer: bool = False
+    scaled: bool = True
+
+
+class Metadata:
+    """The metadata of one architecture.
+
+    Attributes:
+        file: the file.
+        name: name of the architecture.
+        factors: the file's tensors with factors of the rotary frequencies, by name.
+        by_layer: see `Architecture`.
+    """
+
+    def __init__(self, file: GgufFile, factors: Factors):
+        self.file, self.factors, self.by_layer = file, factors, False
+        self.name = str(file.metadata.get("general.architecture"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns an entry of the architecture; of one number for each layer the one that they all are."""
+        full = f"{self.name}.{key}"
+        found = self.file.metadata.get(full, default)
+        if isinstance(found, np.ndarray):
+            if len(found) == 0 or (len(set(found.tolist())) != 1 and not self.by_layer):
+                raise CheckpointError(f"{self.file.path}: {full}: got {found.tolist()[:8]}, takes the same number for "
+                                      "all layers")
+            found = found[0].item()
+        # Files hold 32-bit floats: 1e-5 is read as written in the configuration, not as 9.999999747378752e-06.
+        return float(f"{found:.7g}") if isinstance(found, float) else found
+
+    def each(self, key: str, default: Any = None) -> list[Any]:
+        """Returns an entry of the architecture for each layer."""
+        found, count = self.file.metadata.get(f"{self.name}.{key}", default), self.count("block_count")
+        found = found.tolist() if isinstance(found, np.ndarray) else [found] * count
+        if len(found) != count:
+            raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {len(found)} entries for {count} layers")
+        return found
+
+    def need(self, key: str) -> Any:
+        """Returns an entry of the architecture that the file must have."""
+        found = self.get(key)
+        if found is None:
+            raise CheckpointError(f"{self.file.path}: lacks {self.name}.{key}, which the architecture requires")
+        return found
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns an entry that is a whole number of at least 1. Without a default the file must have it."""
+        found = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            without = ": layers without attention are not supported" if found == 0 and "head_count" in key else ""
+            raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {found!r}, takes a whole number of at "
+                                  f"least 1{without}")
+        return found
+
+    @property
+    def biased(self) -> bool:
+        """True if queries have a bias."""
+        return self.has("attn_q.bias") or self.has("attn_qkv.bias")
+
+    def has(self, tensor: str) -> bool:
+        """True if the first layer has a tensor of this name."""
+        return f"blk.0.{tensor}" in self.file.tensors

@@ -1,0 +1,112 @@
+"""Training of block heads (`decodax.models.drafters.block`), beside a target that does not change.
+
+Blocks begin at random anchors of a text and are computed as in drafting; a correction gets the text's own tokens as the
+drafts before (DFlash, Chen, Liang and Liu, 2026; DSpark, Cheng et al., 2026).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core.types import embeddings, logits_of
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.block_training import blocks_at, random_anchors
+from decodax.train.draft_losses import loss_of
+from decodax.train.drafters import acceptance, target_outputs
+from decodax.train.loop import cast
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class AnchoredBlocks:
+    """The loss of a block head at random anchors of a text; the defaults are DSpark's.
+
+    Attributes:
+        target: the target's network; its weights are the third argument of the call.
+        head: the head.
+        anchors: number of blocks in a text.
+        loss: name of the loss, see `decodax.train.draft_losses`.
+        gamma: the loss of the `k`-th draft of a block, from 0, has the weight `exp(-k / gamma)`.
+        chance: weight of the cross-entropy of the predicted acceptance, for heads that predict it.
+        base: share of the loss for the logits before the correction (Domino).
+        ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
+        dtype: dtype of the computation.
+    """
+
+    target: Any
+    head: BlockHead
+    anchors: int = 64
+    loss: str = "0.9*tv+0.1*hard"
+    gamma: float = 4.0
+    chance: float = 1.0
+    base: float = 0.0
+    ids: tuple[int, ...] | None = None
+    dtype: str = "float32"
+
+    @property
+    def steps(self) -> int:
+        """Number of drafts of a block."""
+        return self.head.longest
+
+    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+        """Returns the loss, a mean over drafts, and scalars to log: "loss", and the acceptance at each depth.
+
+        Args:
+            params: the head's weights.
+            batch: `i32[B, T + 1]`; the last token is not used.
+            extra: the target's weights.
+        """
+        tokens = batch[:, :-1]
+        B, T = tokens.shape
+        target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
+        # anchors follow from the tokens, so that a run that is resumed draws the same ones
+        mixed = tokens.astype(jnp.uint32) * (jnp.arange(T, dtype=jnp.uint32) * 2 + jnp.uint32(0x9E3779B1))
+        key = jax.random.key(mixed.sum().astype(jnp.uint32))
+        usable = jnp.broadcast_to((jnp.arange(T) >= 1) & (jnp.arange(T) < T - 1), (B, T))
+        anchors, begun = random_anchors(key, usable, self.anchors)
+        weights = jax.lax.stop_gradient(extra)
+        blocks = blocks_at(self.head, cast(params, self.dtype), features.astype(self.dtype), tokens, anchors,
+                           lambda x: embeddings(self.target, weights, x).astype(self.dtype),
+                           lambda x: logits_of(self.target, weights, x))
+        live = (blocks.positions < T) & begun[..., None]
+        at = jnp.minimum(blocks.positions, T - 1)
+        row = jnp.arange(B)[:, None, None]
+        truth, labels = target[row, at - 1], tokens[row, at]
+        own = None if self.ids is None else jnp.asarray(self.ids, jnp.int32)
+        accepted = acceptance(truth, blocks.logits, own)
+        count = jnp.maximum(live.sum((0, 1)), 1)
+        scalars = {f"accepted_{k + 1}": x for k, x in enumerate(jnp.where(live, accepted, 0).sum((0, 1)) / count)}
+        known = live
+        if own is not None:
+            inverse = jnp.full(target.shape[-1], -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
+            known, labels, truth = live & (inverse[truth.argmax(-1)] >= 0), inverse[labels], truth[..., own]
+        one = loss_of(self.loss)
+        each = (1 - self.base) * one(truth, blocks.logits, labels)
+        if self.base:
+            each = each + self.base * one(truth, blocks.base, labels)
+        mean = lambda x, live: jnp.where(live, x * jnp.exp(-jnp.arange(x.shape[-1]) / self.gamma), 0).sum() / (
+            jnp.maximum(live.sum(), 1))         # by their number, as in the authors' code, not by the weights' sum
+        loss = mean(each, known)
+        if blocks.chance is not None and self.chance:
+            y = jax.lax.stop_gradient(accepted)
+            entropy = -y * jax.nn.log_sigmoid(blocks.chance) - (1 - y) * jax.nn.log_sigmoid(-blocks.chance)
+            loss = loss + self.chance * mean(entropy, live)
+        return loss, {"loss": loss, **scalars}
+
+
+@partial(jax.jit, static_argnames="objective")
+def block_acceptances(objective: AnchoredBlocks, weights: Tree, params: Tree, tokens: Array) -> Array:
+    """Returns the mean acceptance of each draft of a block at temperature 1, `f32[K]`, on texts `i32[B, T]`, if all
+    drafts before it are the text's. `weights` are the target's."""
+    scalars = objective(params, jnp.pad(tokens, ((0, 0), (0, 1))), weights)[1]
+    return jnp.stack([scalars[f"accepted_{k + 1}"] for k in range(objective.steps)])
+
+
+__all__ = ["AnchoredBlocks", "block_acceptances"]

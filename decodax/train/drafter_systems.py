@@ -1,0 +1,163 @@
+"""What each published drafter is: its network for a target, its loss, and how it is started from the target's weights.
+
+The defaults are the papers' where they fit a target of any size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.recurrent import RecurrentHead
+from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.names import flatten
+from decodax.models.weight_source import nested
+from decodax.train.block_drafters import AnchoredBlocks
+from decodax.train.draft_losses import loss_of
+from decodax.train.drafters import Unrolled
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSystem:
+    """A published drafter.
+
+    Attributes:
+        head: makes its network for a target of a configuration and a number of logits.
+        drafts: number of tokens that training unrolls.
+        loss: name of the loss of a token, see `decodax.train.draft_losses`.
+        decay: the `j`-th token has the weight `decay ** j`.
+        features: weight of the distance to the target's next hidden states.
+        share: part of the target's vocabulary that it predicts by default.
+    """
+
+    head: Callable[[DecoderConfig, int], DraftHead]
+    drafts: int
+    loss: str = "kl"
+    decay: float = 0.8
+    features: float = 0.0
+    share: float = 1.0
+
+
+def plain_layers(c: DecoderConfig, vocab: int, count: int = 1) -> DecoderConfig:
+    """Returns the configuration of `count` layers like the target's last one with attention: without experts, recurrent
+    blocks or shared keys, in the usual place of the norms."""
+    last = next((layer for layer in reversed(c.layers) if layer.recurrent is None and layer.latent is None), None)
+    rope = last.rope if last is not None else None
+    layer = Layer(rope=rope, scale=last.scale if last is not None else None)
+    return DecoderConfig(vocab=vocab, width=c.width, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, mlp=c.mlp,
+                         layers=(layer,) * count, context=c.context, norm=c.norm, qk_norm=c.qk_norm,
+                         activation=c.activation, gated=c.gated, qkv_bias=c.qkv_bias)
+
+
+def tapped(layers: int) -> tuple[int, ...]:
+    """Returns the three layers that EAGLE-3 reads: an early, a middle and a late one, counted from 0.
+
+    >>> tapped(32), tapped(4)
+    ((1, 15, 28), (0, 1, 3))
+    """
+    chosen = 1, max(0, layers // 2 - 1), max(0, layers - 4)
+    return chosen if len(set(chosen)) == 3 and layers > 5 else tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+
+
+def _eagle(c: DecoderConfig, vocab: int) -> DraftHead:
+    return RecurrentHead((), vocab, config=plain_layers(c, vocab), fuse="fc", bias=True, first_norm=False,
+                         final_norm=False)
+
+
+def _eagle3(c: DecoderConfig, vocab: int) -> DraftHead:
+    return RecurrentHead(tapped(len(c.layers)), vocab, config=plain_layers(c, vocab), project=True, own_head=True,
+                         feeds_back="before norm")
+
+
+def _mtp(c: DecoderConfig, vocab: int) -> DraftHead:
+    return RecurrentHead((), vocab, config=plain_layers(c, vocab), fuse="norms")
+
+
+def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
+    """Returns a function that makes a block head of two layers and eight slots, with a learned mask."""
+    return lambda c, vocab: BlockHead(tapped(len(c.layers)), vocab, config=plain_layers(c, vocab, 2), block=8,
+                                      target_vocab=c.vocab, **settings)
+
+
+BLOCK_LOSS = "0.9*tv+0.1*hard"
+
+SYSTEMS = {
+    "eagle-3": DrafterSystem(_eagle3, 7, share=0.25),
+    "eagle": DrafterSystem(_eagle, 1, "soft", features=10.0),
+    "hass": DrafterSystem(_eagle, 3, "soft+top-k", decay=1.0, features=10.0),
+    "fastmtp": DrafterSystem(_mtp, 3, "hard", decay=0.6),
+    "medusa": DrafterSystem(lambda c, vocab: MedusaHead((), vocab, width=c.width, heads=4, own_head=False), 4),
+    "hydra": DrafterSystem(lambda c, vocab: HydraHead((), vocab, width=c.width, heads=4, own_head=False), 4),
+    "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
+        (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
+    "dflash": DrafterSystem(_block(), 7, "hard"),
+    "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
+    "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),
+    "dflash2": DrafterSystem(_block(correction=CandidateSelector(32), convolution=LocalConvolution(2, 8)), 7, "hard"),
+    "xpress": DrafterSystem(_block(correction=Refiner(32)), 7, BLOCK_LOSS),
+    "jetspec": DrafterSystem(_block(causal=True), 7, BLOCK_LOSS),
+}
+"""The drafters that can be trained, by the name of their method."""
+
+
+def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: int | None = None,
+                 loss: str | None = None, dtype: str = "float32") -> Unrolled | AnchoredBlocks:
+    """Returns the objective of a drafter for a target; it holds the network (`Unrolled.head`).
+
+    Args:
+        system: name of the method, of `SYSTEMS`.
+        lm: the target, a result of `decodax.load`.
+        ids: `i32[Vd]`, the tokens that it predicts; None: all.
+        drafts: number of tokens that training unrolls, or that a block predicts; None: the method's.
+        loss: name of the loss; None: the method's.
+        dtype: dtype of the computation.
+
+    Raises:
+        ValueError: an unknown method or loss, or tokens for a method that uses the target's vocabulary matrix.
+    """
+    if system not in SYSTEMS:
+        raise ValueError(f"system: got {system!r}, takes one of {', '.join(SYSTEMS)}")
+    own = SYSTEMS[system]
+    loss_of(loss or own.loss)
+    head = own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids))
+    if ids is not None and not getattr(head, "own_head", True):
+        raise ValueError(f"ids: {system!r} uses the target's vocabulary matrix, so it predicts all tokens")
+    chosen = None if ids is None else tuple(map(int, ids))
+    if isinstance(head, BlockHead):
+        head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
+        return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
+    longest = head.longest
+    if longest is not None and (drafts or own.drafts) > longest:
+        raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")
+    return Unrolled(lm.model, head, drafts or own.drafts, loss or own.loss, own.decay, own.features,
+                    chosen, dtype)
+
+
+def first_weights(objective: Unrolled | AnchoredBlocks, lm: Any, key: jax.Array) -> Weights:
+    """Returns the weights with which training starts: random, but those that the target's last layer, final norm or
+    vocabulary matrix have in the same place and shape are copied from it."""
+    head = objective.head
+    own = flatten(head.init_params(key))        # type: ignore[attr-defined]
+    target = flatten(lm.params)
+    last = max((int(name.split(".")[1]) for name in target if name.startswith("layers.")), default=0)
+    for name in own:
+        theirs = target.get(name.replace("layers.0.", f"layers.{last}."))
+        if hasattr(theirs, "shape") and theirs is not None and theirs.shape == own[name].shape:
+            own[name] = jnp.asarray(theirs, jnp.float32)
+    if "lm_head.kernel" in own:
+        table = target.get("lm_head.kernel", target["embed"].T if hasattr(target.get("embed"), "T") else None)
+        if table is not None:
+            kept = table if objective.ids is None else table[:, np.asarray(objective.ids)]
+            own["lm_head.kernel"] = jnp.asarray(kept, jnp.float32)
+    return nested(own)

@@ -1,0 +1,200 @@
+"""Training of heads that draft (`decodax.models.drafters`), beside a target that does not change.
+
+The target runs on a text once, and gives hidden states and the distributions that the drafter is compared with. The
+head is unrolled as in drafting (the training-time test of EAGLE-3, Li et al., 2025; HASS, Zhang et al., 2024): step 0
+reads the target's features, and every later step its own states. The tokens are those of the text in all steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.core.types import embeddings, logits_of
+from decodax.core.window import causal
+from decodax.models.drafters.head import DraftHead
+from decodax.pallas_kernels.window_attention import window_attention_lse
+from decodax.train.draft_losses import loss_of, overlap_of
+from decodax.train.loop import cast
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """The loss of a head, unrolled for `steps` tokens from every position of a text.
+
+    Attributes:
+        target: the target's network; its weights are the third argument of the call.
+        head: the head.
+        steps: number of drafted tokens `K`.
+        loss: name of the loss, see `decodax.train.draft_losses`.
+        decay: the loss of the `j`-th token has the weight `decay ** j`.
+        features: weight of the smooth L1 distance between the head's state and the target's next feature (EAGLE-1);
+            for heads whose state has the features' width.
+        ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
+        dtype: dtype of the computation.
+    """
+
+    target: Any
+    head: DraftHead
+    steps: int = 4
+    loss: str = "kl"
+    decay: float = 0.8
+    features: float = 0.0
+    ids: tuple[int, ...] | None = None
+    dtype: str = "float32"
+
+    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+        """Returns the loss and scalars to log: "loss", and the acceptance at each depth.
+
+        Args:
+            params: the head's weights.
+            batch: `i32[B, T + 1]`; the last token is not used.
+            extra: the target's weights.
+        """
+        tokens = batch[:, :-1]
+        target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
+        steps = unrolled(self.target, self.head, cast(params, self.dtype), extra, tokens, features, self.steps)
+        total, weights, scalars = jnp.float32(0), 0.0, {}
+        own = None if self.ids is None else jnp.asarray(self.ids, jnp.int32)
+        for j, (logits, state) in enumerate(steps):
+            # the pair at position p predicts the token at p + 2 + j, which the target predicts at p + 1 + j
+            count = tokens.shape[1] - 1 - j
+            logits, truth = logits[:, :count], target[:, 1 + j:]
+            labels = jnp.pad(tokens[:, 2 + j:], ((0, 0), (0, 1)), constant_values=-1)
+            scalars[f"accepted_{j + 1}"] = jnp.mean(acceptance(truth, logits, own))
+            if own is not None:
+                inverse = jnp.full(target.shape[-1], -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
+                known = inverse[truth.argmax(-1)] >= 0
+                labels, truth = jnp.where(labels < 0, -1, inverse[labels]), truth[..., own]
+            else:
+                known = jnp.ones(truth.shape[:2], bool)
+            each = loss_of(self.loss)(truth, logits, labels)
+            one = (each * known).sum() / jnp.maximum(known.sum(), 1)
+            if self.features:
+                # the head's state at p stands for the feature at p + 1 + j
+                one = one + self.features * _smooth_l1(state[:, :count], features[:, 1 + j:])
+            total, weights = total + self.decay ** j * one, weights + self.decay ** j
+        loss = total / weights
+        return loss, {"loss": loss, **scalars}
+
+
+def _smooth_l1(a: Array, b: Array) -> Array:
+    d = jnp.abs((a - b).astype(jnp.float32))
+    return jnp.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+
+
+def acceptance(target: Array, logits: Array, ids: Array | None = None) -> Array:
+    """Returns the probability that a draft is accepted at temperature 1, `f32[...]`, from the target's logits `f32[...,
+    V]` and the drafter's `f32[..., Vd]`. `ids`: see `Unrolled`; the target's probability of other tokens is lost."""
+    if ids is None:
+        return overlap_of(target, logits)
+    return jnp.minimum(jax.nn.softmax(target)[..., ids], jax.nn.softmax(logits)).sum(-1)
+
+
+def target_outputs(target: Any, head: DraftHead, weights: Tree, tokens: Array, dtype: str) -> tuple[Array, Array]:
+    """Returns the target's logits `f32[B, T, V]` and the features `f[B, T, F]` of a text `i32[B, T]`, without
+    gradients."""
+    window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
+    out = target.apply(cast(weights, dtype), window, target.init_cache(tokens.shape[0], 0))
+    return jax.lax.stop_gradient((out.logits(), head.features(out.hidden, out.layers)))
+
+
+def unrolled(target: Any, head: DraftHead, params: Tree, weights: Tree, tokens: Array, features: Array,
+             steps: int) -> list[tuple[Array, Array]]:
+    """Returns the head's logits `f32[B, T, Vd]` and its states `f[B, T, d]` after 1 to `steps` drafted tokens, at
+    every position of a text.
+
+    Entry `j` at position `p` is what drafting computes after the tokens up to `p + 1`, of which the last `j` are
+    drafts; it predicts the token at `p + 2 + j`. The last `1 + j` positions are meaningless.
+
+    Args:
+        target: the target's network.
+        head: the head.
+        params: the head's weights.
+        weights: the target's weights.
+        tokens: `i32[B, T]`.
+        features: `f[B, T, F]`, see `target_outputs`.
+        steps: number of drafted tokens.
+    """
+    B, T = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    embed = lambda x: jax.lax.stop_gradient(embeddings(target, weights, x))
+    project = lambda x: logits_of(target, jax.lax.stop_gradient(weights), x)
+    dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(params)))
+    state, held, found = head.enter(params, features.astype(dtype)), _Columns(), []
+    for j in range(steps):
+        token = jnp.pad(tokens[:, 1 + j:], ((0, 0), (0, 1 + j)))
+        step = head.step(params, token, embed, state, positions + j, j, held.step(j, positions))
+        found.append((head.logits(params, step.hidden, j, project), step.state))
+        state = step.state
+    return found
+
+
+class _Columns:
+    """Attention of an unrolled head: the queries of step `j` at position `p` attend to the keys of step 0 up to `p`,
+    and of later steps to those at `p` alone. So nothing of the size `(K T) ** 2` is made."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[tuple[Array, Array]]] = {}
+
+    def step(self, j: int, positions: Array) -> Any:
+        """Returns the attention function of step `j`."""
+        def attend(layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
+                   softcap: float | None = None, **options: Any) -> tuple[Array, Any]:
+            if softcap is not None or any(x is not None for x in options.values()):
+                raise ValueError("head: its layers cannot have a soft cap, a bias or sinks in training")
+            held = self.keys.setdefault(layer, [])
+            held.append((k, v))
+            (first, values), T = held[0], q.shape[1]
+            mask = jnp.tril(jnp.ones((1, T, T), bool))
+            out, lse = window_attention_lse(q, first, values, mask, positions + j, scale=scale, sliding=sliding,
+                                            key_positions=positions)
+            if j == 0:
+                return out, ()
+            wide = lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], 2).astype(jnp.float32)
+            scores = jnp.stack([lse, *((q.astype(jnp.float32) * wide(k)).sum(-1) * scale for k, _ in held[1:])])
+            parts = jnp.stack([out.astype(jnp.float32), *(wide(v) for _, v in held[1:])])
+            return (jax.nn.softmax(scores, 0)[..., None] * parts).sum(0).astype(out.dtype), ()
+
+        return attend
+
+
+@partial(jax.jit, static_argnames=("target", "head", "steps"))
+def acceptances(target: Any, head: DraftHead, weights: Tree, params: Tree, tokens: Array, steps: int,
+                ids: Array | None = None) -> Array:
+    """Returns the mean acceptance of each drafted token at temperature 1, `f32[steps]`, on texts `i32[B, T]`, if all
+    drafts before it are the text's."""
+    logits, features = target_outputs(target, head, weights, tokens, "float32")
+    found = unrolled(target, head, params, weights, tokens, features, steps)
+    return jnp.stack([acceptance(logits[:, 1 + j:], x[:, :tokens.shape[1] - 1 - j], ids).mean()
+                      for j, (x, _) in enumerate(found)])
+
+
+def expected_tokens(accepted: Any) -> float:
+    """Returns the expected tokens of a round from the acceptance at each depth: 1 plus the sum of their products.
+
+    >>> expected_tokens([0.5, 0.5])
+    1.75
+    """
+    return float(1 + np.cumprod(np.asarray(accepted)).sum())
+
+
+def frequent_tokens(stream: np.ndarray, count: int, vocab: int) -> np.ndarray:
+    """Returns the `count` most frequent tokens of a stream `i32[N]`, ascending, for a head with a vocabulary of its
+    own."""
+    often = np.bincount(stream, minlength=vocab)
+    return np.sort(np.argsort(-often, kind="stable")[:count]).astype(np.int32)
+
+
+def with_ids(objective: Unrolled, ids: np.ndarray | None) -> Unrolled:
+    """Returns the objective for a head whose logits are those of the tokens `ids`."""
+    return dataclasses.replace(objective, ids=None if ids is None else tuple(map(int, ids)))

@@ -1,0 +1,1 @@
+"""Networks of trained drafters: heads that read a target's hidden states and predict further tokens."""

@@ -1,0 +1,167 @@
+"""Recurrent heads: decoder layers that read a feature and the next token's embedding, and feed their output back.
+
+EAGLE (Li et al., 2024), EAGLE-3 (Li et al., 2025), HASS (Zhang et al., 2024) and the layers for multi-token prediction
+of DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo and ERNIE-4.5 are settings of one network. They differ in how the two inputs
+are fused, which norms there are, and whether the state that is fed back has passed the final norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from decodax.cache import KVLayer
+from decodax.models.blocks.attention import Attend, Attention
+from decodax.models.blocks.layer import DecoderLayer
+from decodax.models.config import DecoderConfig
+from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
+from decodax.models.kv_shapes import kv_layers
+from decodax.models.layers import STD, Linear, Norm, optional, weight
+
+Fuse = Literal["fc", "attention", "norms"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentHead(ModuleHead):
+    """A head of decoder layers whose output is fed back in place of the next feature.
+
+    Attributes:
+        config: shape and options of its layers; `vocab` is its number of logits and `width` the width `d` of its state.
+        embedding_width: width `D` of the token embeddings; None: `config.width`.
+        feature_width: width of one of the target's layers; None: `config.width`.
+        fuse: "fc": a linear layer over embedding and state (EAGLE). "attention": queries, keys and values of the first
+            layer are computed from both, each after a norm, and the state alone is the residual stream (EAGLE-3).
+            "norms": a linear layer over both, each after a norm (multi-token prediction).
+        hidden_first: True if the linear layer reads the state before the embedding (MiMo).
+        bias: True adds a bias to that linear layer.
+        tap_norm: norm of the features before they are projected to a state: of all together, of each layer's, or None.
+        project: True projects features to states by a linear layer (`taps`); False takes them as they are.
+        first_norm: False leaves out the attention norm of the first layer (EAGLE).
+        final_norm: False leaves out the final norm (EAGLE, ERNIE-4.5).
+        norm_residual: True: with "attention", the residual stream is the state after its norm.
+        feeds_back: the state that is fed back, before or after the final norm.
+        own_head: True if the head has a vocabulary matrix.
+        own_table: True if the head has an embedding table.
+        table_size: number of rows of that table; None: `vocab`.
+        drop_first: True replaces the embedding by zeros at position 0 (DeepSeek-V3).
+    """
+
+    config: DecoderConfig = dataclasses.field(kw_only=True)
+    embedding_width: int | None = None
+    feature_width: int | None = None
+    fuse: Fuse = "attention"
+    hidden_first: bool = False
+    bias: bool = False
+    tap_norm: Literal["all", "each"] | None = None
+    project: bool = False
+    first_norm: bool = True
+    final_norm: bool = True
+    norm_residual: bool = False
+    feeds_back: Literal["before norm", "after norm"] = "after norm"
+    own_head: bool = False
+    own_table: bool = False
+    table_size: int | None = None
+    drop_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.vocab != self.config.vocab:
+            raise ValueError(f"vocab: got {self.vocab}, takes that of config, {self.config.vocab}")
+        wide = max(len(self.taps), 1) * (self.feature_width or self.config.width)
+        if not self.project and wide != self.config.width:
+            raise ValueError(f"project: got False for features of width {wide}, takes True if the width of the state, "
+                             f"{self.config.width}, is another one")
+
+    @property
+    def target_width(self) -> int:
+        return self.feature_width or self.config.width
+
+    @property
+    def state_width(self) -> int:
+        return self.config.width
+
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        return tuple(kv_layers(self.config, None))
+
+    def module(self, rngs: nnx.Rngs) -> RecurrentHeadNetwork:
+        return RecurrentHeadNetwork(self, rngs)
+
+    def enter(self, weights: Weights, features: Array) -> Array:
+        return self.network(weights).enter(features)
+
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Attend | None) -> HeadStep:
+        assert attend is not None
+        network = self.network(weights)
+        embedded = embed(tokens).astype(state.dtype) if network.embed is None else network.embed[...][tokens]
+        return network(embedded, state, positions, attend)
+
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
+        return self.network(weights).logits(hidden) if self.own_head else head(hidden)
+
+
+class RecurrentHeadNetwork(nnx.Module):
+    """The network of a `RecurrentHead`."""
+
+    def __init__(self, h: RecurrentHead, rngs: nnx.Rngs):
+        c = h.config
+        self.h, taps, feature = h, max(len(h.taps), 1), h.feature_width or c.width
+        norm = lambda width: Norm(c.norm, (width,), ("embed",))
+        self.tap_norms = nnx.Dict({str(i): norm(feature) for i in range(taps)}) if h.tap_norm == "each" else None
+        self.tap_norm = norm(taps * feature) if h.tap_norm == "all" else None
+        self.taps = Linear(rngs, (taps * feature, c.width), (None, "embed"), False) if h.project else None
+        wide = h.embedding_width or c.width
+        self.embed_norm = None if h.fuse == "fc" else norm(wide)
+        self.state_norm = None if h.fuse == "fc" else norm(c.width)
+        self.fc = None if h.fuse == "attention" else Linear(rngs, (wide + c.width, c.width), (None, "embed"), h.bias)
+        self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
+        first = self.layers["0"]
+        if h.fuse == "attention":
+            # Attention reads embedding and state side by side and writes to the state.
+            first.attn = Attention(dataclasses.replace(c, width=wide + c.width), c.layers[0], rngs)
+            first.attn.o = Linear(rngs, (first.attn.o.kernel[...].shape[0], c.width), ("heads", "embed"), c.out_bias,
+                                  STD / (2 * len(c.layers)) ** 0.5)
+        if h.fuse == "attention" or not h.first_norm:
+            first.attn_in = None
+        self.norm = norm(c.width) if h.final_norm else None
+        self.lm_head = Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias) if h.own_head else None
+        self.embed = weight(rngs, (h.table_size or c.vocab, wide), ("vocab", "embed")) if h.own_table else None
+
+    def enter(self, features: Array) -> Array:
+        """Returns the states for the target's features."""
+        if self.tap_norms is not None:
+            parts = jnp.split(features, len(self.tap_norms), -1)
+            features = jnp.concatenate([self.tap_norms[str(i)](part) for i, part in enumerate(parts)], -1)
+        features = optional(self.tap_norm, features)
+        return features if self.taps is None else self.taps(features)
+
+    def __call__(self, embedded: Array, state: Array, positions: Array, attend: Attend) -> HeadStep:
+        h, c = self.h, self.h.config
+        if h.drop_first:
+            embedded = jnp.where(positions[..., None] == 0, 0, embedded)
+        tables: dict[Any, Any] = {layer.rope: layer.rope.table(positions) for layer in c.layers
+                                  if layer.rope is not None} | {None: positions, "inputs": None}
+        a, b = optional(self.embed_norm, embedded), optional(self.state_norm, state)
+        both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
+        entries, x = [], state if self.fc is None else self.fc(both)
+        for i in range(len(c.layers)):
+            layer: Any = self.layers[str(i)]
+            if i == 0 and self.fc is None:
+                branch, entry = layer.attn(0, both, tables, attend)
+                x = (b if h.norm_residual else state) + branch
+                x = x + layer.mlp_half(x)
+            else:
+                x, entry = layer(i, x, tables, attend)
+            entries.append(entry)
+        hidden = optional(self.norm, x)
+        return HeadStep(hidden=hidden, state=hidden if h.feeds_back == "after norm" else x, entries=tuple(entries))
+
+    def logits(self, hidden: Array) -> Array:
+        """Returns logits `f32[..., vocab]` of hidden states."""
+        assert self.lm_head is not None
+        return self.lm_head(hidden).astype(jnp.float32)

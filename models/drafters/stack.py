@@ -1,0 +1,296 @@
+"""Stacked heads: small networks, one for each of the next tokens, on one hidden state of the target.
+
+Blockwise parallel decoding (Stern et al., 2018) and Medusa (Cai et al., 2024) predict all tokens from that state alone;
+Hydra (Ankner et al., 2024) and IBM's MLP speculator (Wertheimer et al., 2024) also read the tokens drafted before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
+from decodax.models.layers import Linear, weight
+
+
+def at_depth(depth: Depth, heads: int, one: Callable[[int, Array], Array], x: Array) -> Array:
+    """Returns `one(i, x)`, `f[B, W, ...]`, for nodes whose head is `i = depth`, of `heads` heads.
+
+    Nodes of one level have one depth, so one head is computed; otherwise all of them are, and each node takes its own.
+    """
+    if isinstance(depth, int) or heads == 1:
+        return one(min(int(depth), heads - 1) if isinstance(depth, int) else 0, x)
+    which = jnp.minimum(depth, heads - 1)
+    branches = [functools.partial(one, i) for i in range(heads)]
+
+    def each(x: Array) -> Array:
+        found = branches[0](x)
+        for i, branch in enumerate(branches[1:], 1):
+            found = jnp.where((which == i)[..., None], branch(x), found)
+        return found
+
+    return lax.cond((which == which[:1, :1]).all(), lambda x: lax.switch(which[0, 0], branches, x), each, x)
+
+
+class StackedHead(ModuleHead):
+    """Base class of stacked heads. They have no attention, so no cache, and read the hidden state after the final norm.
+
+    Attributes:
+        width: width `D` of the target.
+        heads: number of heads `K`, the largest number of drafts on a path.
+    """
+
+    width: int
+    heads: int
+
+    @property
+    def target_width(self) -> int:
+        return self.width
+
+    @property
+    def longest(self) -> int:
+        return self.heads
+
+    @property
+    def state_width(self) -> int:
+        return self.width
+
+    def enter(self, weights: Weights, features: Array) -> Array:
+        return features
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaHead(StackedHead):
+    """Medusa (Cai et al., 2024): head `i` is `blocks` times `z + silu(W z + b)`, then a vocabulary matrix.
+
+    Attributes:
+        taps: empty: the hidden state after the final norm.
+        vocab: number of logits.
+        width: width `D` of the target.
+        heads: number of heads `K`.
+        blocks: number of residual blocks of a head. The authors' code repeats one block, with the same weights.
+        own_head: True: each head has a vocabulary matrix; False: all use the target's (their older trainer).
+    """
+
+    width: int = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(default=5, kw_only=True)
+    blocks: int = 1
+    own_head: bool = True
+
+    @property
+    def parallel(self) -> bool:
+        return True
+
+    def module(self, rngs: nnx.Rngs) -> nnx.Module:
+        module: Any = nnx.Module()
+        module.heads = nnx.Dict({str(i): _Medusa(self, rngs) for i in range(self.heads)})
+        return module
+
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Any) -> HeadStep:
+        return HeadStep(hidden=state, state=state)
+
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
+        network = self.network(weights)
+
+        def one(i: int, z: Array) -> Array:
+            own = network.heads[str(i)]
+            z = own(z)
+            return own.head(z).astype(jnp.float32) if own.head is not None else head(z)
+
+        return at_depth(depth, self.heads, one, hidden)
+
+
+class _Medusa(nnx.Module):
+    def __init__(self, h: MedusaHead, rngs: nnx.Rngs):
+        self.blocks = h.blocks
+        # Zeros, so that a fresh head with the target's matrix predicts what the target does.
+        self.block = Linear(rngs, (h.width, h.width), ("embed", None), True, 0.0)
+        self.head = Linear(rngs, (h.width, h.vocab), ("embed", "vocab"), False) if h.own_head else None
+
+    def __call__(self, z: Array) -> Array:
+        for _ in range(self.blocks):
+            z = z + jax.nn.silu(self.block(z))
+        return z
+
+
+@dataclasses.dataclass(frozen=True)
+class HydraHead(StackedHead):
+    """Hydra (Ankner et al., 2024): Medusa heads that also read the embeddings of the tokens drafted before.
+
+    Head `i` reads `[f, e_0, ..., e_i]`, with the embedding `e_0` of the newest token: `R u + silu(W u + c)`, with the
+    bias in `R` too, then `blocks - 1` blocks `z + silu(W z + b)` of the same weights, then a vocabulary matrix with a
+    bias. The state of a node is all that its head reads.
+
+    Attributes:
+        taps: empty: the hidden state after the final norm.
+        vocab: number of logits.
+        width: width `D` of the target.
+        heads: number of heads `K`.
+        blocks: number of blocks of a head, the first included.
+        own_head: True: each head has a vocabulary matrix with a bias; False: all use the target's.
+    """
+
+    width: int = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(default=4, kw_only=True)
+    blocks: int = 1
+    own_head: bool = True
+
+    @property
+    def state_width(self) -> int:
+        return self.width * (self.heads + 1)
+
+    def module(self, rngs: nnx.Rngs) -> nnx.Module:
+        module: Any = nnx.Module()
+        module.heads = nnx.Dict({str(i): _Hydra(self, i, rngs) for i in range(self.heads)})
+        return module
+
+    def enter(self, weights: Weights, features: Array) -> Array:
+        return jnp.pad(features, ((0, 0), (0, 0), (0, self.width * self.heads)))
+
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Any) -> HeadStep:
+        # the embedding's place in the state is that of the node's depth
+        at = jnp.minimum(jnp.broadcast_to(depth, tokens.shape), self.heads - 1) + 1
+        parts = state.reshape(*tokens.shape, self.heads + 1, self.width)
+        state = jnp.where((jnp.arange(self.heads + 1) == at[..., None])[..., None],
+                          embed(tokens).astype(state.dtype)[:, :, None], parts).reshape(state.shape)
+        network = self.network(weights)
+        hidden = at_depth(depth, self.heads, lambda i, u: network.heads[str(i)](u[..., :self.width * (i + 2)]), state)
+        return HeadStep(hidden=hidden, state=state)
+
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
+        if not self.own_head:
+            return head(hidden)
+        network = self.network(weights)
+        return at_depth(depth, self.heads, lambda i, z: network.heads[str(i)].head(z).astype(jnp.float32), hidden)
+
+
+class _Hydra(nnx.Module):
+    def __init__(self, h: HydraHead, index: int, rngs: nnx.Rngs):
+        self.blocks, wide = h.blocks, h.width * (index + 2)
+        self.residual = Linear(rngs, (wide, h.width), (None, "embed"), True)
+        self.first = Linear(rngs, (wide, h.width), (None, "embed"), True, 0.0)
+        self.block = Linear(rngs, (h.width, h.width), ("embed", None), True, 0.0) if h.blocks > 1 else None
+        self.head = Linear(rngs, (h.width, h.vocab), ("embed", "vocab"), True) if h.own_head else None
+
+    def __call__(self, u: Array) -> Array:
+        z = self.residual(u) + jax.nn.silu(self.first(u))
+        for _ in range(self.blocks - 1):
+            assert self.block is not None
+            z = z + jax.nn.silu(self.block(z))
+        return z
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPSpeculatorHead(StackedHead):
+    """IBM's MLP speculator (Wertheimer et al., 2024): a recurrent network with another set of weights for each step.
+
+    Step `i` turns the state into `gelu(norm_i(P_i s + (c_e / c_s) E_i[token]))`, with `c_s = 0.5 ** (0.5 / K)` and `c_e
+    = sqrt((1 - c_s ** 2) inner / 2)`, and predicts `H_i s`. The norm divides by the root of the mean square, then has a
+    scale and a shift.
+
+    Attributes:
+        taps: empty: the hidden state after the final norm.
+        vocab: number of logits.
+        width: width `D` of the target.
+        heads: number of steps `K`.
+        inner: width of the state.
+        tied: True: all steps share embedding, norm and vocabulary matrix, and all but the first the projection.
+        scale_input: True divides the feature by `sqrt(2)` times the root of its mean square.
+        own_head: False: the target's embeddings and vocabulary matrix are used, which takes `inner` equal to `width`.
+    """
+
+    width: int = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(default=3, kw_only=True)
+    inner: int = dataclasses.field(kw_only=True)
+    tied: bool = False
+    scale_input: bool = False
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.own_head and self.inner != self.width:
+            raise ValueError(f"inner: got {self.inner} with the target's matrices, takes its width, {self.width}")
+
+    @property
+    def state_width(self) -> int:
+        return max(self.width, self.inner)
+
+    @property
+    def state_weight(self) -> float:
+        """`c_s`, the weight of the state beside the token."""
+        return 0.5 ** (0.5 / self.heads)
+
+    @property
+    def token_weight(self) -> float:
+        """`c_e / c_s`, the factor of the token's embedding."""
+        return math.sqrt((1 - self.state_weight ** 2) * self.inner / 2) / self.state_weight
+
+    def module(self, rngs: nnx.Rngs) -> nnx.Module:
+        module: Any = nnx.Module()
+        std = self.inner ** -0.5
+        many = lambda count, one: nnx.Dict({str(i): one(i) for i in range(count)})
+        sets = 1 if self.tied else self.heads
+        module.project = many(min(self.heads, 2) if self.tied else self.heads, lambda i: Linear(
+            rngs, (self.width if i == 0 else self.inner, self.inner), (None, None), False, std))
+        module.norm = many(sets, lambda i: _ScaleShift(self.inner))
+        if self.own_head:
+            module.embed = many(sets, lambda i: _TokenTable(rngs, (self.vocab, self.inner), ("vocab", None), std))
+            module.head = many(sets, lambda i: Linear(rngs, (self.inner, self.vocab), (None, "vocab"), False, std))
+        return module
+
+    def enter(self, weights: Weights, features: Array) -> Array:
+        if self.scale_input:
+            x = features.astype(jnp.float32)
+            features = (x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * 0.5 ** 0.5).astype(features.dtype)
+        return jnp.pad(features, ((0, 0), (0, 0), (0, self.state_width - self.width)))
+
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Any) -> HeadStep:
+        network = self.network(weights)
+
+        def one(i: int, state: Array) -> Array:
+            into, own = min(i, 1) if self.tied else i, 0 if self.tied else i
+            token = network.embed[str(own)](tokens) if self.own_head else embed(tokens).astype(state.dtype)
+            x = network.project[str(into)](state[..., :self.width if i == 0 else self.inner])
+            return jax.nn.gelu(network.norm[str(own)](x + self.token_weight * token), approximate=False)
+
+        hidden = at_depth(depth, self.heads, one, state)
+        return HeadStep(hidden=hidden, state=jnp.pad(hidden, ((0, 0), (0, 0), (0, self.state_width - self.inner))))
+
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
+        if not self.own_head:
+            return head(hidden)
+        network = self.network(weights)
+        if self.tied:
+            return network.head["0"](hidden).astype(jnp.float32)
+        return at_depth(depth, self.heads, lambda i, z: network.head[str(i)](z).astype(jnp.float32), hidden)
+
+
+class _TokenTable(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str | None, ...], std: float):
+        self.table = weight(rngs, shape, axes, std)
+
+    def __call__(self, tokens: Array) -> Array:
+        return self.table[...][tokens]
+
+
+class _ScaleShift(nnx.Module):
+    def __init__(self, width: int):
+        self.scale, self.shift = nnx.Param(jnp.ones(width), axes=(None,)), nnx.Param(jnp.zeros(width), axes=(None,))
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+        return (y * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
+
+
+__all__ = ["HydraHead", "MLPSpeculatorHead", "MedusaHead", "StackedHead", "at_depth"]

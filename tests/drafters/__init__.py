@@ -1,0 +1,1 @@
+"""Trained drafters: their networks and files, and drafting with them."""

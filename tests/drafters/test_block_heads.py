@@ -1,0 +1,192 @@
+"""Block heads draft what training computes, keep only what they know of the target's features, and change no output."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax import algorithms
+from decodax.algorithms.plain import Autoregressive
+from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
+from decodax.algorithms.speculative.heads.block import BlockDraft
+from decodax.algorithms.speculative.heads.dspark import SurvivalChain
+from decodax.algorithms.speculative.heads.source import HeadWeights
+from decodax.algorithms.speculative.source import Level
+from decodax.algorithms.speculative.trees import Chain, ConfidenceTree, Fixed, OptTree
+from decodax.core import drivers
+from decodax.core.types import embeddings, logits_of
+from decodax.io.drafters import TrainedDrafter
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.block_training import blocks_at
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.stack import MedusaHead
+from decodax.train.block_drafters import AnchoredBlocks
+from decodax.train.drafters import target_outputs
+from tests.algorithms.speculative.uneven import UNEVEN
+from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
+from tests.contracts.verifying import POLICIES as LAW_POLICIES
+from tests.laws.cases import MASK, VOCABULARY, decode, lm, model, prompts, start, texts
+
+CONFIG = model("llama")[0].config
+SLIDING = dataclasses.replace(CONFIG, layers=(dataclasses.replace(CONFIG.layers[0], sliding=4), CONFIG.layers[1]))
+block = functools.partial(BlockHead, (0, 1), VOCABULARY, config=CONFIG, block=5, mask=MASK)
+HEADS = {
+    "dflash": block(),
+    "dflash-one-layer": block(config=dataclasses.replace(CONFIG, qk_norm="head", layers=CONFIG.layers[:1])),
+    "jetspec": block(causal=True, own_head=True),
+    "sliding": block(config=SLIDING, causal_sliding=True),
+    "sliding-newest": block(config=SLIDING, window_from="newest", causal_sliding=False),
+    "dspark": block(first_predicts=True, correction=Markov(6), confidence="token", own_head=True, own_table=True),
+    "dspark-gated": block(first_predicts=True, correction=Markov(6, "gated"), confidence="hidden"),
+    "dspark-rnn": block(correction=Markov(6, "rnn")),
+    "domino": block(first_predicts=True, correction=PrefixGRU(8, 6)),
+    "domino-silent": block(correction=PrefixGRU(8, 6, first=0)),
+    "dflash2": block(correction=CandidateSelector(6, 5), convolution=LocalConvolution(2, 4)),
+    "xpress": block(correction=Refiner(6)),
+}
+MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
+SHAPES = {"chain": None, "tree": Fixed.of(UNEVEN), "confident": ConfidenceTree(12, 4, 3), "opt": OptTree(10, 0.0, 4)}
+
+
+def weighted(head, spread=0.3):
+    """Weights large enough that guesses differ."""
+    return jax.tree.map(lambda x: x + spread * jax.random.normal(jax.random.key(x.size), x.shape),
+                        head.init_params(jax.random.key(0)))
+
+
+@functools.cache
+def drafter(name):
+    head = HEADS[name]
+    return BlockDraft(model("llama")[0], head), HeadWeights(weighted(head))
+
+
+@functools.cache
+def plain():
+    return texts(decode(Autoregressive(), "llama", prompts(5), MIXED, eos=[1]))
+
+
+@pytest.mark.wide(but=("dspark-tree",))
+@pytest.mark.parametrize(("name", "shape"), [
+    (name, shape) for name in HEADS for shape in SHAPES if shape in ("chain", "tree") or name in ("jetspec", "dspark")])
+def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
+    """Greedy, sampled, truncated and penalised rows in one batch."""
+    source, weights = drafter(name)
+    s = decode(Speculative(source, shape=SHAPES[shape]), "llama", prompts(5), MIXED, eos=[1], draft=weights)
+    assert texts(s) == plain()
+    assert np.asarray(s.stats.drafted).sum() > 0
+
+
+def drafted_logits(source, params, s, following):
+    """Logits after the newest token and after each of the tokens `following` (`i32[B, K]`), which are drafted."""
+    K = following.shape[1]
+    state, answer = source.start(params, s, s.algo[0], K)
+    found = [answer]
+    for i in range(K):
+        level = Level(tokens=following[:, i:i + 1], positions=s.length[:, None] + i,
+                      parents=jnp.full((s.batch, 1), i, jnp.int32), at=jnp.int32(i),
+                      sees=jnp.broadcast_to(jnp.arange(K) < i, (s.batch, 1, K)))
+        state, answer = source.extend(params, s, state, level)
+        found.append(answer)
+    join = lambda x: None if x[0] is None else jnp.concatenate(x, 1)
+    return join([x.logits for x in found]), join([x.chance for x in found])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", HEADS)
+def test_drafting_computes_the_logits_of_training(name):
+    source, weights = drafter(name)
+    network, target = model("llama")
+    whole = jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, (3, 20)), jnp.int32)
+    _, features = target_outputs(network, source.head, target, whole, "float32")
+    given = [2, 11, 15]
+    trained = blocks_at(source.head, weights.head, features, whole, jnp.asarray(given)[:, None] - 1,
+                        lambda x: embeddings(network, target, x), lambda x: logits_of(network, target, x))
+    _, params, _, s = start(Speculative(source), "llama",
+                            [row[:n].tolist() for row, n in zip(np.asarray(whole), given, strict=True)], {},
+                            draft=weights, width=4)
+    longest = source.head.longest
+    following = jnp.stack([row[n:n + longest - 1] for row, n in zip(whole, given, strict=True)])
+    logits, chance = jax.jit(functools.partial(drafted_logits, source))(params, s, following)
+    np.testing.assert_allclose(logits, trained.logits[:, 0], atol=2e-5, rtol=1e-5)
+    assert trained.positions[:, 0, 0].tolist() == given
+    if chance is not None:
+        np.testing.assert_allclose(chance, jax.nn.sigmoid(trained.chance[:, 0]), atol=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", HEADS)
+def test_after_any_rounds_the_cache_is_that_of_the_text(name):
+    """Rounds that accept and reject leave the cache of a head that has read the text as a prompt, in other chunks."""
+    source, weights = drafter(name)
+    alg = Speculative(source, shape=Fixed.of(UNEVEN))
+    network, params, chain, s = start(alg, "llama", prompts(5), MIXED, new=30, draft=weights)
+    s = drivers.advance(alg, network, params, chain, s, jnp.int32(6))
+    rows = [row[:n].tolist() for row, n in zip(np.asarray(s.tokens), np.asarray(s.length), strict=True)]
+    assert np.asarray(s.running).all() and np.asarray(s.stats.accepted).any()
+    np.testing.assert_array_equal(s.algo[0].cache.length, s.length - 1)
+    for width in (5, 64):
+        fresh = start(alg, "llama", rows, {}, size=64, draft=weights, width=width)[3]
+        for row, n in enumerate(np.asarray(s.length)):
+            for held, new in zip(s.algo[0].cache.kv, fresh.algo[0].cache.kv, strict=True):
+                np.testing.assert_allclose(held[row, :, :n - 1], new[row, :, :n - 1], atol=2e-5, rtol=1e-5)
+
+
+TREES = 25_000
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "shape", "verify", "ids"), [
+    ("dflash", Chain(3), Rejection(), None), ("dspark", SurvivalChain(3, 0.25), Rejection(), None),
+    ("domino", Fixed.balanced(2, 2), MultiRound(), None), ("dflash2", Chain(3), Rejection(), None),
+    ("dflash", Chain(3), Rejection(), tuple(range(5, 12))), ("dspark", ConfidenceTree(5, 3, 2), MultiRound(), None)])
+def test_drafts_of_a_head_keep_the_targets_distribution(name, shape, verify, ids):
+    """Also those that are cut by confidence, and of a head that knows only some of the tokens."""
+    vocab = VOCABULARY if ids is None else len(ids)
+    head = dataclasses.replace(HEADS[name], taps=(), vocab=vocab, config=dataclasses.replace(CONFIG, vocab=vocab),
+                               feature_width=8, target_vocab=VOCABULARY, own_head=True, own_table=True)
+    own = HeadWeights(weighted(head, 0.5), None if ids is None else jnp.asarray(ids, jnp.int32))
+    alg = Speculative(BlockDraft(model("toy")[0], head, vocab_size=VOCABULARY), verify, shape)
+    s = decode(alg, "toy", [PROMPT] * TREES, LAW_POLICIES["temperature"], new=3, size=16, draft=own)
+    made, wanted = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3], joint("temperature")
+    for n in (1, 2, 3):
+        counts = np.bincount(made[:, :n] @ VOCABULARY ** np.arange(n)[::-1], minlength=VOCABULARY**n)
+        assert chi_square(counts, wanted.reshape(VOCABULARY**n, -1).sum(1) * TREES) > ALARM
+    assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
+    if isinstance(shape, SurvivalChain):        # some chains are cut
+        assert np.asarray(s.stats.drafted).sum() < 3 * np.asarray(s.stats.rounds).sum()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["dflash", "dspark", "domino", "dflash2", "xpress", "jetspec"])
+def test_an_entry_of_the_registry_takes_a_trained_drafter(name):
+    head = HEADS[name]
+    draft = TrainedDrafter(name, head, weighted(head))
+    alg = algorithms.make(name, lm("llama"), draft)
+    s = decode(alg.bare(), "llama", prompts(5), MIXED, eos=[1], draft=alg.weights)
+    assert texts(s) == plain() and alg.traits.guarantee == "seed-exact"
+    with pytest.raises(ValueError, match=f"length: got 9, the head predicts {head.longest} tokens"):
+        algorithms.make(name, lm("llama"), draft, length=9)
+    other = TrainedDrafter(name, MedusaHead((), VOCABULARY, width=16), {})
+    with pytest.raises(ValueError, match=f"draft: got one with a MedusaHead, '{name}' takes one with a block head"):
+        algorithms.make(name, lm("llama"), other)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["dflash", "dspark", "domino"])
+def test_training_lowers_the_loss(name):
+    network, target = model("llama")
+    objective = AnchoredBlocks(network, HEADS[name], anchors=6, base=0.3 if name == "domino" else 0.0)
+    batch = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (4, 25)), jnp.int32)
+    step = jax.jit(jax.value_and_grad(lambda w: objective(w, batch, target), has_aux=True))
+    weights = HEADS[name].init_params(jax.random.key(0))
+    losses = []
+    for _ in range(12):
+        (loss, scalars), grads = step(weights)
+        losses.append(float(loss))
+        weights = jax.tree.map(lambda w, g: w - 0.1 * jnp.sign(g) * 0.05, weights, grads)
+    assert losses[-1] < losses[0] - 0.01 and set(scalars) == {"loss", *(f"accepted_{k + 1}" for k in range(
+        HEADS[name].longest))}

@@ -1,0 +1,82 @@
+"""P-EAGLE: the logits of the public code, and drafts in one pass that change no output."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax import algorithms
+from decodax.core.window import causal
+from decodax.io.drafters import TrainedDrafter
+from decodax.models import llama
+from decodax.models.drafters.parallel import ParallelHead
+from decodax.models.names import LLAMA
+from decodax.models.weight_source import nested
+from tests.drafters import given
+from tests.drafters.test_block_heads import CONFIG, MIXED, drafted_logits, plain, weighted
+from tests.laws.cases import MASK, VOCABULARY, decode, lm, model, prompts, start, texts
+
+PUBLIC = json.loads((Path(__file__).parent / "speculators.json").read_text())["p_eagle"]
+HEAD = ParallelHead((0, 1), VOCABULARY, config=CONFIG, project=True, own_head=True, own_table=True, mask=MASK, drafts=4)
+NAMES = {"taps.kernel": "fc.weight", "embed_norm.scale": "layers.0.input_layernorm.weight", "embed":
+         "embed_tokens.weight", "state_norm.scale": "layers.0.hidden_norm.weight", "norm.scale": "norm.weight",
+         "lm_head.kernel": "lm_head.weight", "mask_feature": "mask_hidden"}
+
+
+def in_one_pass(head, weights, features, tokens, last):
+    """Logits after the pairs up to position `last`, and after each mask behind them."""
+    more = head.drafts - 1
+    unknown = jnp.broadcast_to(head.unknown(weights), (1, more, head.state_width))
+    state = jnp.concatenate([head.enter(weights, features[:, :last + 1]), unknown], 1)
+    window = causal(jnp.pad(tokens[:, :last + 1], ((0, 0), (0, more)), constant_values=head.mask), jnp.zeros(1, int))
+    cache = head.init_cache(1, 0, "float32")
+    attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+    step = head.step(weights, window.tokens, None, state, window.positions, 0, attend)
+    return head.logits(weights, step.hidden, 0, None)[0, last:]
+
+
+@pytest.mark.wide
+def test_logits_are_those_of_the_public_code():
+    config = llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=24, context=64, eps=1e-6)
+    head = ParallelHead((0, 2), 24, config=config, project=True, own_head=True, own_table=True, mask=23, drafts=3)
+    tensors, leaves = given.tensors(PUBLIC["shapes"]), {}
+    for i in range(2):
+        for ours, theirs in LLAMA.items():
+            if f"layers.{i}.{theirs}.weight" in tensors and (i or ours != "attn_in"):
+                leaf = "scale" if ours.endswith("_in") else "kernel"
+                leaves[f"layers.{i}.{ours}.{leaf}"] = tensors[f"layers.{i}.{theirs}.weight"].T
+    leaves |= {path: tensors[name].T if path.endswith("kernel") else tensors[name] for path, name in NAMES.items()}
+    leaves["mask_feature"] = leaves["mask_feature"].reshape(-1)
+    weights = jax.tree.map(jnp.asarray, nested(leaves))
+    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(lambda x: x.shape, head.abstract_params())
+    features, tokens = given.inputs(PUBLIC["positions"], PUBLIC["features"], 24)
+    for last, wanted in zip(PUBLIC["anchors"], PUBLIC["logits"], strict=True):
+        got = in_one_pass(head, weights, jnp.asarray(features), jnp.asarray(tokens), last)
+        np.testing.assert_allclose(got, np.asarray(wanted, np.float32), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
+def test_with_seed_exact_the_output_is_plain_decodings():
+    alg = algorithms.make("p-eagle", lm("llama"), TrainedDrafter("p-eagle", HEAD, weighted(HEAD)))
+    s = decode(alg.bare(), "llama", prompts(5), MIXED, eos=[1], draft=alg.weights)
+    assert texts(s) == plain()
+    alg = algorithms.make("p-eagle", lm("llama"), TrainedDrafter("p-eagle", HEAD, weighted(HEAD)), length=9)
+    with pytest.raises(ValueError, match="length: got 9 drafts on a path, ParallelDraft takes at most 4"):
+        _ = alg.drafter
+
+
+@pytest.mark.wide
+def test_drafting_computes_the_logits_of_one_pass():
+    alg = algorithms.make("p-eagle", lm("llama"), TrainedDrafter("p-eagle", HEAD, weighted(HEAD)))
+    network, target = model("llama")
+    ids = jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, (1, 13)), jnp.int32)
+    bare = alg.bare()
+    _, params, _, s = start(bare, "llama", ids.tolist(), {}, draft=alg.weights, width=4)
+    out = network.apply(target, causal(ids, jnp.zeros(1, int)), network.init_cache(1, 0))
+    wanted = in_one_pass(HEAD, alg.weights.head, HEAD.features(out.hidden, out.layers), ids[:, 1:], 11)
+    got, _ = drafted_logits(dataclasses.replace(bare.draft), params, s, jnp.zeros((1, 3), jnp.int32))
+    np.testing.assert_allclose(got[0], wanted, atol=2e-5, rtol=1e-5)

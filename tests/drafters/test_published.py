@@ -1,0 +1,107 @@
+"""Published drafters are read as their producers mean them, and compute what the producers' code computes."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import decodax as dx
+from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
+from decodax.io.files import CheckpointError
+from decodax.train.drafters import unrolled
+from tests.drafters import given
+from tests.drafters.test_heads import HEADS
+
+REFERENCE = json.loads((Path(__file__).parent / "eagle3.json").read_text())
+CASES = {case["name"]: case for case in REFERENCE["cases"]}
+
+
+def written(path: Path, config: dict, tensors: dict, name: str = "model.safetensors") -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / name)
+    return path
+
+
+def eagle3(path: Path, name: str, **changes) -> Path:
+    """A directory with the tensors of a case, and its configuration with changes."""
+    case = CASES[name]
+    tensors = given.tensors(case["shapes"])
+    if (few := case["config"]["draft_vocab_size"]) < REFERENCE["vocabulary"]:
+        ids = np.arange(few) * 2 + 1
+        tensors |= {"d2t": ids - np.arange(few), "t2d": np.isin(np.arange(REFERENCE["vocabulary"]), ids)}
+    return written(path, {**case["config"], **changes}, tensors)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", CASES)
+def test_a_head_of_eagle3_computes_what_speculators_does(name, tmp_path):
+    drafter = load_drafter(eagle3(tmp_path, name))
+    T = REFERENCE["positions"]
+    features, ids = given.inputs(T, REFERENCE["features"], REFERENCE["vocabulary"])
+    # the reference reads features beside the tokens after them
+    tokens = jnp.asarray(np.pad(ids, ((0, 0), (1, 0))))
+    found = unrolled(None, drafter.head, drafter.params, None, tokens, jnp.pad(features, ((0, 0), (0, 1), (0, 0))),
+                     REFERENCE["steps"])
+    for j, wanted in enumerate(CASES[name]["logits"]):
+        np.testing.assert_allclose(found[j][0][0, :T - j], wanted, atol=2e-5, rtol=1e-4)
+    assert drafter.head.taps == (0, 1, 3) and drafter.system == "eagle-3"
+    assert (drafter.ids is None) == (name != "eagle3 of a smaller vocabulary")
+
+
+@pytest.mark.wide
+def test_a_file_that_leaves_something_open_is_refused(tmp_path):
+    plain = "eagle3"
+    path = eagle3(tmp_path / "a", plain, speculators_model_type=None, architectures=["LlamaForCausalLMEagle3"])
+    with pytest.raises(CheckpointError, match=re.escape("layers [1, 2, 4], and does not say if these are")):
+        load_drafter(path)
+    assert load_drafter(path, layer_ids="outputs").head.taps == (1, 2, 4)
+    assert load_drafter(path, layer_ids="inputs").head.taps == (0, 1, 3)
+    path = eagle3(tmp_path / "b", plain, speculators_model_type=None, norm_output=True,
+                  architectures=["LlamaForCausalLMEagle3"])
+    with pytest.raises(CheckpointError, match="norm_output is true, which producers mean differently"):
+        load_drafter(path, layer_ids="inputs")
+    assert load_drafter(path, layer_ids="inputs", feeds_back="before norm").head.feeds_back == "before norm"
+    path = eagle3(tmp_path / "c", plain, eagle_aux_hidden_state_layer_ids=None)
+    with pytest.raises(CheckpointError, match="names no layers of the target"):
+        load_drafter(path)
+
+
+def test_a_file_with_a_missing_or_a_further_tensor_names_it(tmp_path):
+    tensors = given.tensors(CASES["eagle3"]["shapes"])
+    fewer = {name: x for name, x in tensors.items() if name != "fc.weight"}
+    with pytest.raises(CheckpointError, match=r"fc\.weight"):
+        load_drafter(written(tmp_path / "a", CASES["eagle3"]["config"], fewer))
+    more = {**tensors, "layers.0.extra.weight": np.zeros(3, np.float32)}
+    with pytest.raises(CheckpointError, match=r"layers\.0\.extra\.weight"):
+        load_drafter(written(tmp_path / "b", CASES["eagle3"]["config"], more))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", HEADS)
+def test_a_saved_drafter_is_loaded_again(name, tmp_path):
+    head = HEADS[name]
+    made = TrainedDrafter("eagle-3", head, head.init_params(jax.random.key(0)), jnp.arange(head.vocab))
+    save_drafter(tmp_path, made, dtype="float32")
+    back = load_drafter(tmp_path)
+    assert back.head == head and back.system == made.system
+    jax.tree.map(np.testing.assert_array_equal, back.params, made.params)
+    np.testing.assert_array_equal(back.ids, made.ids)
+
+
+@pytest.mark.wide
+def test_a_drafter_of_another_target_or_method_is_refused(tmp_path):
+    lm = dx.load("pycode")
+    head = HEADS["medusa"]
+    made = TrainedDrafter("medusa", head, head.init_params(jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"draft: 'drafter' reads hidden states of width 16, and those of 'pycode'"):
+        dx.generate(lm, "a", algorithm="medusa", draft=made)
+    with pytest.raises(ValueError, match="got one of 'medusa', 'hydra' takes one of 'hydra'"):
+        dx.generate(lm, "a", algorithm="hydra", draft=made)
+    with pytest.raises(ValueError, match="'hydra' needs a drafter that was trained for 'pycode', and none is shipped"):
+        dx.generate(lm, "a", algorithm="hydra")
