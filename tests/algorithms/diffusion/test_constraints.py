@@ -41,6 +41,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "at once": ("full", dict(name="mdlm", steps=1, size=16)),
     "shifted": ("shifted", dict(name="dream", steps=3, size=16)),
     "block-causal": ("blocks", dict(name="sdar", threshold=0.15)),
+    "renoised": ("canvas", dict(name="diffusion-gemma", canvas_length=BLOCK, steps=4, entropy_bound=2.0)),
     "remasked": ("full", dict(name="remdm", steps=6, eta=0.3, size=16)),
     "dual cache": ("shifted", dict(name="fast-dllm", block_length=BLOCK, threshold=0.15, cache="dual")),
     "drafts": ("full", dict(name="freedave", block_length=BLOCK, draft_steps=3)), "edited": ("blocks", dict(

@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2, "final_logit_softcapping": 8.0}
 VISION = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
           "num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4}
-PROMPTS = [[5, 9, 3], [11, 4, 60, 8, 71, 90, 33, 12, 6], [44, 45, 46, 47, 48, 49], [7, 7], [80, 3, 19, 55, 61]]
+PROMPTS = [[5, 9, 3], [11, 4, 60, 8, 71, 90, 33, 12, 6], [44, 45, 46, 47, 48, 49]]
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +55,6 @@ def lm(home: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(home: Path) -> Any:
-    return loaded(home)
-
-
-def loaded(home: Path) -> Any:
     return transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(home, experts_implementation="eager").eval()
 
 
@@ -130,33 +126,30 @@ def test_logits_of_a_canvas(lm: Any, reference: Any, seed: int) -> None:
     {"steps": 7, "confidence_threshold": 2.0, "stability_threshold": 0, "entropy_bound": 1.0},
     {"steps": 10, "confidence_threshold": 1.5, "entropy_bound": 3.0, "temperatures": (0.5, 0.2)}],
     ids=["long", "confident", "early"])
-def test_a_batch_has_the_texts_of_transformers(home: Path, lm: Any, reference: Any, monkeypatch: Any,
-                                               settings: dict[str, Any]) -> None:
+def test_a_batch_has_the_texts_of_transformers(lm: Any, reference: Any, monkeypatch: Any, settings: dict[str, Any]
+                                               ) -> None:
     first, last = settings.get("temperatures", (0.8, 0.4))
     options = {"max_new_tokens": 24, "eos_token_id": None, "max_denoising_steps": settings["steps"],
                "confidence_threshold": settings["confidence_threshold"], "t_max": first, "t_min": last,
                "stability_threshold": settings.get("stability_threshold", 1),
                "sampler_config": theirs.EntropyBoundSamplerConfig(settings.get("entropy_bound", 0.1))}
-    # Deciding everything anew amplifies rounding: what it changes in transformers says nothing here.
-    exact = loaded(home).double()
-    pairs = [[generated(model, p, i, monkeypatch, **options) for model in (reference, exact)]
-             for i, p in enumerate(PROMPTS)]
+    expected = [generated(reference, p, i, monkeypatch, **options) for i, p in enumerate(PROMPTS)]
     out = dx.generate(lm, PROMPTS, algorithm=dx.algorithms.diffusion_gemma(**settings), max_new_tokens=24,
                       temperature=0.0, eos_token_id=None)
-    firm = [i for i, (one, other) in enumerate(pairs) if one == other]
-    assert len(firm) > len(PROMPTS) // 2
-    assert [out.tokens[i].tolist() for i in firm] == [pairs[i][0][0] for i in firm]
+    assert [row.tolist() for row in out.tokens] == [tokens for tokens, _ in expected]
+    # A forward for the entries of each canvas beside the steps.
+    assert out.stats.rounds.tolist() == [steps + 3 for _, steps in expected]
 
 
 @pytest.mark.wide
-def test_rows_alone_and_constraints(lm: Any) -> None:
+def test_rows_alone_bans_and_log_probabilities(lm: Any) -> None:
     method = dx.algorithms.diffusion_gemma(steps=4, entropy_bound=2.0)
-    say = lambda prompts, **more: dx.generate(lm, prompts, algorithm=method, max_new_tokens=12, seed=3, logprobs=True,
+    say = lambda prompts, **more: dx.generate(lm, prompts, algorithm=method, max_new_tokens=12, seed=3, logprobs=2,
                                               eos_token_id=None, **more)
     whole = say(PROMPTS[:2], temperature=1.0)
     alone = say(PROMPTS[1:2], temperature=1.0, request_ids=[1])
     np.testing.assert_array_equal(whole.tokens[1], alone.tokens[0])
-    assert all(np.isfinite(row).all() and (row <= 0).all() for row in whole.logprobs)
+    assert np.isfinite(whole.logprobs.raw).all() and (whole.logprobs.raw <= 0).all()
     # Without a method, a model without a mask token has this sampler.
     assert dx.generate(lm, PROMPTS[:1], max_new_tokens=4).tokens[0].size <= 4
     banned = list(range(3, 60))
