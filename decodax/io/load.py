@@ -348,17 +348,14 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path, family=config.get("model_type")) if tokenizer is None else _tokenizer(
             Path(tokenizer), needed=True)
-    model: Any
-    recurrent = recurrent_type(config)
-    encodes = config.get("model_type") in ENCODER_DECODERS
-    if encodes and context is not None:
-        raise ValueError(f"context: got one for {path.name!r}, takes None: an encoder-decoder has no context length to "
-                         "set")
+    recurrent, encodes = recurrent_type(config), config.get("model_type") in ENCODER_DECODERS
+    kind = "an encoder-decoder" if encodes else {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7",
+                                                 "rwkv_x": "an RWKV-X"}.get(recurrent or "")
+    if kind and (context is not None or (mesh is not None and not encodes)):
+        raise ValueError(f"{'context' if encodes or mesh is None else 'mesh'}: got one for {path.name!r}, takes None: "
+                         f"{kind} {'' if encodes else 'runs on one device and '}has no context length to set")
     if recurrent is not None:
-        kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X"}[recurrent]
-        if mesh is not None or context is not None:
-            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}, takes None: {kind} "
-                             "runs on one device and has no context length to set")
+        model: Any
         model, params = load_recurrent(path, dtype=dtype, weights=weights)
     elif encodes:
         model, params = load_encoder_decoder(path, dtype=dtype, mesh=mesh, weights=weights)

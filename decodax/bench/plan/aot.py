@@ -103,9 +103,10 @@ def skipped(s: Setup, program: Program) -> int:
         return 0
     from decodax.pallas_kernels.window_attention import tpu  # imports Pallas
 
-    total = 0
+    model: Any = s.lm.model
+    total, item = 0, jnp.dtype(model.dtype).itemsize
     for read in reads:
-        block = tpu.block_of(read.heads, s.capacity, read.shape.both, jnp.dtype(s.lm.model.dtype).itemsize)
+        block = tpu.block_of(read.heads, s.capacity, read.shape.both, item)
         if block is not None:
             last = -(-s.live // block)
             total += read.entry * (s.capacity - block * (last - (s.live - read.held) // block))
