@@ -147,7 +147,8 @@ def mean_loss(model: Transformer, params: Weights, tokens: Array, diffusion: Dif
     hidden = jax.random.uniform(some, tokens.shape) < jax.random.uniform(share, (), minval=0.15, maxval=1.0)
     hidden = hidden.at[:, jax.random.randint(one, (), int(diffusion.shift), T)].set(True)       # at least one
     block = jnp.arange(T) // (diffusion.block or T)
-    logits = model.forward(params, jnp.where(hidden, diffusion.mask, tokens), mask=(block[:, None] >= block)[None])
+    logits = model.forward(params, jnp.where(hidden, diffusion.mask_token, tokens),
+                           mask=(block[:, None] >= block)[None])
     if diffusion.shift:
         logits, tokens, hidden = logits[:, :-1], tokens[:, 1:], hidden[:, 1:]
     return (_cross_entropy(logits, tokens) * hidden).sum() / hidden.sum()

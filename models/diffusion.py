@@ -59,6 +59,17 @@ class Diffusion:
                                          or self.block < 1):
             raise ValueError(f"block: got {self.block!r}, takes 1 or more with {self.attention} attention")
 
+    @property
+    def mask_token(self) -> int:
+        """Id of the mask token.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.mask is None:
+            raise ValueError("mask: got None, takes a model with a mask token")
+        return self.mask
+
 
 PUBLISHED: dict[str, Diffusion] = {
     "Dream": Diffusion(mask=151666, shift=True),

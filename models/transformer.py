@@ -169,8 +169,7 @@ class Transformer(LayeredModel):
         window = window if images is None else images.seen(window)
         canvas = conditioning.of(window, network)
         x, inputs = _embedded(network, window, cache)
-        first = layers_read(cache) if window.is_prefill else None
-        if first is not None:
+        if (first := layers_read(cache) if window.is_prefill else None) is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 
         def unpacked() -> tuple[Array, Any, tuple[Array, ...]]:
@@ -392,7 +391,8 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> tuple[Array, Ar
         values, which = (own, here) if values is None or which is None else (
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
     x = network.embedded(window.tokens, window.positions, values, which)
-    x = x if (canvas := conditioning.of(window, network)) is None else network.conditioning(x, canvas)
+    if (canvas := conditioning.of(window, network)) is not None and network.conditioning is not None:
+        x = network.conditioning(x, canvas)
     return x, network.inputs(window.tokens, x, which)
 
 

@@ -145,7 +145,7 @@ def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Ar
     count = -(-T // size)
     levels = jnp.take_along_axis(noise_levels(keys[0], B, count), blocks(kind, batch.answer) % count, 1)
     masked = (jax.random.uniform(keys[1], (B, T)) < levels) & batch.answer
-    return jnp.where(masked, kind.mask, batch.tokens), masked, levels
+    return jnp.where(masked, kind.mask_token, batch.tokens), masked, levels
 
 
 def apart(mask: Array, answer: Array, rows: Array) -> Array:
@@ -176,14 +176,14 @@ def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind
     logits = network.forward(params, tokens, mask=mask if blind is None else apart(mask, *blind))
     if kind.shift:
         logits = jnp.concatenate([logits[:, :1], logits[:, :-1]], 1)
-    return logits.at[..., kind.mask].set(-jnp.inf)
+    return logits.at[..., kind.mask_token].set(-jnp.inf)
 
 
 def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
     """Returns the position at which the first block with a masked token begins, `i32[B]`; the end of the text if there
     is none."""
     last = at.max() + 1
-    current = jnp.where(tokens == kind.mask, at, last).min(1, keepdims=True)
+    current = jnp.where(tokens == kind.mask_token, at, last).min(1, keepdims=True)
     return jnp.where(current == last, at.shape[1], (at >= current).argmax(1, keepdims=True))[:, 0]
 
 
@@ -196,7 +196,7 @@ def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array
     at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
     hidden, head = network.features(params, jnp.concatenate([tokens, clean], 1), jnp.concatenate([where, where], 1),
                                     visible_twice(live, at, kind.attention == "causal-prefix"))
-    noisy, plain = (head(x).at[..., kind.mask].set(-jnp.inf) for x in (hidden[:, :T], hidden[:, T:]))
+    noisy, plain = (head(x).at[..., kind.mask_token].set(-jnp.inf) for x in (hidden[:, :T], hidden[:, T:]))
     return noisy, plain
 
 
@@ -304,7 +304,7 @@ class CertaintyForcing:
         active = (jax.random.uniform(keys[0], count.shape) * count).astype(jnp.int32)[:, None]
         here, later = batch.answer & (block == active), batch.answer & (block > active)
         drawn = jax.random.uniform(keys[1], batch.tokens.shape) < self.ratio
-        each = lambda masked: (masked, jnp.where(masked | later, self.kind.mask, batch.tokens))
+        each = lambda masked: (masked, jnp.where(masked | later, self.kind.mask_token, batch.tokens))
         return each(here & drawn), each(here & ~drawn)
 
     def terms(self, logits: Array, tokens: Array, masked: Array) -> dict[str, Array]:
@@ -327,14 +327,14 @@ def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_o
     last = at.max() + 1
 
     def body(_: Array, tokens: Array) -> Array:
-        masked = (tokens == kind.mask) & batch.answer
+        masked = (tokens == kind.mask_token) & batch.answer
         now = masked & (at == jnp.where(masked, at, last).min(1, keepdims=True))
         logits = predict(network, params, tokens, batch.live, kind, answer=batch.answer)
         sure = jnp.where(now, logits.max(-1) - jax.nn.logsumexp(logits, -1), -jnp.inf)
         best = at_once | (sure.argmax(1)[:, None] == jnp.arange(tokens.shape[1]))
         return jnp.where(best & now, logits.argmax(-1), tokens)
 
-    start = jnp.where(batch.answer, kind.mask, batch.tokens)
+    start = jnp.where(batch.answer, kind.mask_token, batch.tokens)
     rounds = last if at_once else batch.answer.sum(1).max()
     return jax.lax.fori_loop(0, rounds, body, start)
 

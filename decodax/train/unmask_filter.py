@@ -112,7 +112,7 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
         before = jnp.where(done[:, None], -1, take(best))
         return (filled, before, block + (done & taken)), (take(sure), take(right), taken)
 
-    start = jnp.where(batch.answer, kind.mask, batch.tokens)
+    start = jnp.where(batch.answer, kind.mask_token, batch.tokens)
     state = start, jnp.full((start.shape[0], span), -1), jnp.zeros(start.shape[0], jnp.int32)
     found = jax.lax.scan(body, state, None, length=2 * steps)[1]
     return tuple(jnp.moveaxis(x, 0, 1) for x in found)  # type: ignore[return-value]

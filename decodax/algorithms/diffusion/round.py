@@ -207,7 +207,7 @@ class Round(Around):
             record=None if noted is None else jax.tree.map(write, c.record, noted))
         if of.verify.assists:
             again = again.replace(assistant=of.verify.settle(c.assistant, entries, c.start, start))
-        if expected is not None:
+        if expected is not None and c.expected is not None:
             new = jnp.where(_per_row(works, expected), expected, c.expected)
             again = again.replace(expected=jnp.where(_per_row(moved, expected), 0, new))
         there = look(s, again, W, view.eos)
