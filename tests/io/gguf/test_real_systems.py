@@ -80,8 +80,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
           "required": ["name", "age"], "additionalProperties": False}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("algorithm", [None, "prompt-lookup:length=4"])
+@pytest.mark.parametrize("algorithm", often([None], [None, "prompt-lookup:length=4"]))
 def test_json_by_a_schema(algorithm: str | None) -> None:
     ask = [{"role": "user", "content": "Describe a person as JSON with a name and an age."}]
     out = dx.generate(loaded("smollm2"), [ask] * 2, constraint=dx.constraints.json_schema(SCHEMA), max_new_tokens=64,
@@ -91,7 +90,6 @@ def test_json_by_a_schema(algorithm: str | None) -> None:
         assert found.keys() == {"name", "age"} and isinstance(found["age"], int)
 
 
-@pytest.mark.full
 def test_a_tool_is_called_with_arguments_of_its_schema() -> None:
     tool = {"type": "function", "function": {"name": "weather", "description": "Returns the weather of a city.",
             "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "London"]}},
