@@ -21,7 +21,7 @@ from decodax.core.types import embeddings, logits_of
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at
-from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner, walk
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.stack import MedusaHead
 from decodax.train.block_drafters import AnchoredBlocks
@@ -190,3 +190,23 @@ def test_training_lowers_the_loss(name):
         weights = jax.tree.map(lambda w, g: w - 0.1 * jnp.sign(g) * 0.05, weights, grads)
     assert losses[-1] < losses[0] - 0.01 and set(scalars) == {"loss", *(f"accepted_{k + 1}" for k in range(
         HEADS[name].longest))}
+
+
+@pytest.mark.wide
+def test_dominos_correction_is_that_of_a_torch_gru():
+    """SpecForge's formulas: the GRU reads the tokens before, and the first draft stays as it is."""
+    torch = pytest.importorskip("torch")
+    head = HEADS["domino"]
+    weights, draw = weighted(head), np.random.default_rng(0)
+    hidden, table = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 16), (VOCABULARY, 16)))
+    base, tokens = draw.standard_normal((2, 5, VOCABULARY)).astype(np.float32), draw.integers(0, VOCABULARY, (2, 5))
+    got = walk(head.network(weights).correction, jnp.asarray(base), jnp.asarray(hidden), jnp.asarray(tokens),
+               lambda x: jnp.asarray(table)[x], jnp.zeros((2, 1, head.memory)), 0)
+    own = {name: torch.tensor(np.asarray(x["kernel"]).T.copy()) for name, x in weights["correction"].items()}
+    gru = torch.nn.GRU(16, 8, bias=False, batch_first=True)
+    gru.load_state_dict({"weight_ih_l0": own["into"], "weight_hh_l0": own["again"]})
+    with torch.no_grad():
+        states = gru(torch.tensor(table[tokens]))[0]
+        inner = torch.nn.functional.silu(torch.cat([torch.tensor(hidden), states], -1) @ own["down"].T)
+        wanted = torch.tensor(base) + (inner @ own["up"].T) * (torch.arange(5) > 0)[:, None]
+    np.testing.assert_allclose(got, wanted.numpy(), atol=1e-5, rtol=1e-5)
