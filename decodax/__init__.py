@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
     from decodax.models import adapters
-    from decodax.sampling import Policy
 
 __version__ = "0.1.0"
 
@@ -78,13 +77,12 @@ _HOMES = {
     "decodax.io.drafters": ["load_drafter"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
-    "decodax.sampling": ["Policy"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
-    "Policy", "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
+    "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
     "Traits", "Window", "adapters", "algorithms", "bench", "bind", "cache_programs", "caches", "constraints", "contrib",
     "detect_watermark", "drafts", "generate", "infill", "jobs", "load", "load_drafter", "models", "quantize", "run",
     "sampling", "save", "score", "search", "select", "serve", "sharding", "step", "stream", "train", "trees", "verify",

@@ -156,13 +156,13 @@ def save_drafter(directory: str | os.PathLike[str], drafter: TrainedDrafter,
 
 def encoded(value: Any) -> Any:
     """Returns a configuration as JSON values: a dataclass as a dictionary of those fields that are not defaults, with
-    its class as "kind"."""
+    its class as "class"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__name__ not in PARTS:
             raise ValueError(f"head: got a {type(value).__name__} in its configuration, which cannot be saved")
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         own = {f.name for f in dataclasses.fields(value) if f.default != given[f.name]}
-        return {"kind": type(value).__name__, **{k: encoded(v) for k, v in given.items() if k in own}}
+        return {"class": type(value).__name__, **{k: encoded(v) for k, v in given.items() if k in own}}
     return [encoded(x) for x in value] if isinstance(value, tuple) else value
 
 
@@ -176,8 +176,8 @@ def decoded(value: Any) -> Any:
         return tuple(map(decoded, value))
     if not isinstance(value, dict):
         return value
-    given = {k: decoded(v) for k, v in value.items() if k != "kind"}
+    given = {k: decoded(v) for k, v in value.items() if k != "class"}
     try:
-        return PARTS[value["kind"]](**given)
+        return PARTS[value["class"]](**given)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: head: {error}") from None
