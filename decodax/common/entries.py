@@ -135,11 +135,11 @@ class Entry:
     @property
     def example(self) -> str:
         """A call with the entry, as text, with "..." for options that have to be given. Empty if no slot takes the
-        entry."""
+        entry, or if it needs a drafter that was trained for the model."""
         needed = [f"{name}=..." for name, option in self.options.items() if not option.optional]
         if self.slot == "weights":
             return f'dx.load("pycode", weights="{self.name}")'
-        if self.slot not in EXAMPLES:
+        if self.slot not in EXAMPLES or self.needs == "a trained drafter":
             return ""
         beside = EXAMPLES[self.slot] + (', draft="pycode-draft"' if self.takes_draft else "")
         model = self.model or ("pycode-diffusion" if "diffusion" in self.needs else "pycode")

@@ -90,8 +90,8 @@ class Options:
 
     recipe: str
     preset: str = _option("shape, data and settings of the model (default: the first)", "", "lm diffusion")
-    system: str = _option("method that the drafter is for (default: eagle-3)", "", "drafter",
-                          choices=tuple(PRESETS["drafter"]))
+    system: str | None = _option("method that the drafter is for (default: eagle-3)", only="drafter",
+                                 choices=tuple(PRESETS["drafter"]))
     target: str = _option("name, directory or GGUF file of the model that it drafts for", "pycode", "drafter")
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
