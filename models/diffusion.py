@@ -104,9 +104,9 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
         ValueError: a field is out of its range, or an option is not supported.
 
     >>> read_diffusion({"model_type": "sdar", "mask_token_id": 7, "block_size": 16, "vocab_size": 9})
-    Diffusion(mask=7, shift=False, attention='block-causal', block=16)
+    Diffusion(mask=7, shift=False, attention='block-causal', block=16, conditioning=0)
     >>> read_diffusion({"model_type": "llama", "mask_token_id": 8, "diffusion": {"shift": True}})
-    Diffusion(mask=8, shift=True, attention='full', block=None)
+    Diffusion(mask=8, shift=True, attention='full', block=None, conditioning=0)
     """
     c = checked({key: c[key] for key in READ if key in c})
     own, kind = c.get("diffusion"), str(c.get("model_type"))
