@@ -30,6 +30,7 @@ from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES
 from tests.laws.cases import MASK, VOCABULARY, decode, lm, model, prompts, start, texts
+from tests.matrix import often
 
 CONFIG = model("llama")[0].config
 SLIDING = dataclasses.replace(CONFIG, layers=(dataclasses.replace(CONFIG.layers[0], sliding=4), CONFIG.layers[1]))
@@ -48,6 +49,7 @@ HEADS = {
     "dflash2": block(correction=CandidateSelector(6, 5), convolution=LocalConvolution(2, 4)),
     "xpress": block(correction=Refiner(6)),
 }
+SHOWN = ("dflash", "sliding-newest", "dspark", "domino", "dflash2", "xpress")
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
 SHAPES = {"chain": None, "tree": Fixed.of(UNEVEN), "confident": ConfidenceTree(12, 4, 3), "opt": OptTree(10, 0.0, 4)}
 
@@ -70,8 +72,9 @@ def plain():
 
 
 @pytest.mark.wide(but=("dspark-tree",))
-@pytest.mark.parametrize(("name", "shape"), [
-    (name, shape) for name in HEADS for shape in SHAPES if shape in ("chain", "tree") or name in ("jetspec", "dspark")])
+@pytest.mark.parametrize(("name", "shape"), often(
+    [("dspark", "tree"), ("dspark", "confident"), ("jetspec", "opt"), *((name, "chain") for name in SHOWN)],
+    [(name, shape) for name in HEADS for shape in SHAPES if shape in ("chain", "tree") or name in ("jetspec", "dspark")]))
 def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
     """Greedy, sampled, truncated and penalised rows in one batch."""
     source, weights = drafter(name)
@@ -96,7 +99,7 @@ def drafted_logits(source, params, s, following):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", often(SHOWN, HEADS))
 def test_drafting_computes_the_logits_of_training(name):
     source, weights = drafter(name)
     network, target = model("llama")
@@ -118,7 +121,7 @@ def test_drafting_computes_the_logits_of_training(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", often(SHOWN, HEADS))
 def test_after_any_rounds_the_cache_is_that_of_the_text(name):
     """Rounds that accept and reject leave the cache of a head that has read the text as a prompt, in other chunks."""
     source, weights = drafter(name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES
 from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
+from tests.matrix import often
 
 CONFIG = model("llama")[0].config
 ONE = dataclasses.replace(CONFIG, layers=CONFIG.layers[:1])
@@ -38,6 +40,7 @@ HEADS = {
     "mlp-speculator-tied": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=12, tied=True),
     "mlp-speculator-shared": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=16, own_head=False),
 }
+SHOWN = ("eagle", "eagle3", "eagle3-two", "mtp", "hydra", "mlp-speculator")
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
 SHAPES = {"chain": Chain(4), "tree": Fixed.of(UNEVEN)}
 
@@ -51,18 +54,14 @@ def drafter(name, target="llama"):
     return TrainedHead(model(target)[0], head), HeadWeights(weights)
 
 
-def some(first, names):
-    """All names; those not in `first` in the wider tests."""
-    return [name if name in first else pytest.param(name, marks=pytest.mark.wide) for name in names]
-
-
 @functools.cache
 def plain():
     return texts(decode(Autoregressive(), "llama", prompts(5), MIXED, eos=[1]))
 
 
-@pytest.mark.parametrize("shape", some(("chain",), SHAPES))
-@pytest.mark.parametrize("name", some(("eagle3",), HEADS))
+@pytest.mark.wide(but=("eagle3-chain",))
+@pytest.mark.parametrize(("name", "shape"), often([("eagle3", "chain"), *((name, "tree") for name in SHOWN)],
+                                                  itertools.product(HEADS, SHAPES)))
 def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
     """Greedy, sampled, truncated and penalised rows in one batch."""
     source, weights = drafter(name)
@@ -86,7 +85,7 @@ def drafted_logits(source, params, s, following):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", often(SHOWN, HEADS))
 def test_drafting_computes_the_logits_of_training(name):
     source, weights = drafter(name)
     network, target = model("llama")
@@ -105,7 +104,7 @@ def test_drafting_computes_the_logits_of_training(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", often(SHOWN, HEADS))
 def test_after_any_rounds_the_state_is_that_of_the_text(name):
     """Rounds that accept and reject leave the state of a head that has read the text as a prompt, in other chunks."""
     source, weights = drafter(name)
