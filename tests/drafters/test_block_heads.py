@@ -74,7 +74,8 @@ def plain():
 @pytest.mark.wide(but=("dspark-tree",))
 @pytest.mark.parametrize(("name", "shape"), often(
     [("dspark", "tree"), ("dspark", "confident"), ("jetspec", "opt"), *((name, "chain") for name in SHOWN)],
-    [(name, shape) for name in HEADS for shape in SHAPES if shape in ("chain", "tree") or name in ("jetspec", "dspark")]))
+    [(name, shape) for name in HEADS for shape in SHAPES
+     if shape in ("chain", "tree") or name in ("jetspec", "dspark")]))
 def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
     """Greedy, sampled, truncated and penalised rows in one batch."""
     source, weights = drafter(name)
