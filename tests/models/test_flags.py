@@ -103,5 +103,6 @@ def test_of_an_unknown_family_the_nearest_one_and_the_differences_are_named() ->
 def test_every_family_has_a_case() -> None:
     assert set(FAMILIES) - set(FIRST) == {"Dream", "Fast_dLLM_Qwen", "llada", "llada2_moe", "lladamoe",
                                          "sdar",                                         # test_diffusion.py
+                                         "diffusion_gemma_text",                         # test_diffusion_gemma.py
                                          "kimi_k2",                                      # test_latent.py
                                          "qwen3_vl_moe_text"}                            # test_images.py
