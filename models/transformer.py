@@ -215,9 +215,9 @@ class Transformer(LayeredModel):
             raise ValueError(f"layers: {why}, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
-        if self.config.values_of_key > 1 or self.config.echoed:
-            raise ValueError("value_heads or layers: several matrices project the values of a head, where there are "
-                             "more than kv_heads, or where layers repeat the attention of others")
+        if (more := self.config.values_of_key > 1) or self.config.echoed:
+            why = "value_heads: got more than kv_heads" if more else "layers: some repeat the attention of others"
+            raise ValueError(f"{why}, so several matrices project the values of a head")
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache uses one rule for all rows
