@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import decodax as dx
+from decodax.core.types import ShowsWeights
 from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.io.files import CheckpointError
 from decodax.models.config import NormConfig
@@ -19,7 +20,8 @@ from decodax.train.drafters import unrolled
 from tests.drafters import given
 from tests.drafters.test_heads import HEADS
 
-REFERENCE = json.loads((Path(__file__).parent / "eagle3.json").read_text())
+read = lambda name: json.loads((Path(__file__).parent / name).read_text())
+REFERENCE, AUTHORS = read("eagle3.json"), read("authors.json")
 CASES = {case["name"]: case for case in REFERENCE["cases"]}
 
 
@@ -54,6 +56,45 @@ def test_a_head_of_eagle3_computes_what_speculators_does(name, tmp_path):
         np.testing.assert_allclose(found[j][0][0, :T - j], wanted, atol=2e-5, rtol=1e-4)
     assert drafter.head.taps == (0, 1, 3) and drafter.system == "eagle-3"
     assert (drafter.ids is None) == (name != "eagle3 of a smaller vocabulary")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table(ShowsWeights):
+    """A target of which a head uses the embeddings alone. Its weights are their name."""
+
+    def init_cache(self, batch, capacity, *, params=None, inputs=None):
+        raise NotImplementedError
+
+    def apply(self, params, window, cache):
+        raise NotImplementedError
+
+    def embeddings(self, params, tokens):
+        return jnp.asarray(params)[tokens]
+
+    def logits(self, params, hidden):
+        return hidden
+
+
+EMBEDDINGS = {"hydra": "target.embed", "eagle": "embed_tokens.weight"}
+"""The reference's name of the embeddings that a head takes from its target."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", AUTHORS["cases"], ids=lambda case: case["name"])
+def test_a_head_computes_what_its_authors_code_does(case, tmp_path):
+    """The logits after each number of drafts; of EAGLE its states, since the head is the target's."""
+    system, T, D, V = case["name"].partition(" ")[0], *(AUTHORS[key] for key in ("positions", "features", "vocabulary"))
+    tensors = {name: given.tensor(case["same"][name].removeprefix("speculator."), tuple(shape))
+               for name, shape in case["shapes"].items()}
+    drafter = load_drafter(written(tmp_path, case["config"], tensors, case["file"]))
+    assert drafter.system == system
+    features, ids = given.inputs(T, D, V)
+    found = unrolled(Table(), drafter.head, drafter.params, given.tensor(EMBEDDINGS.get(system, "none"), (V, D)),
+                     jnp.asarray(np.pad(ids, ((0, 0), (1, 0)))), jnp.pad(features, ((0, 0), (0, 1), (0, 0))),
+                     len(case["logits"]))
+    for (logits, state), wanted in zip(found, case["logits"], strict=True):
+        got = state if system == "eagle" else logits
+        np.testing.assert_allclose(got[0, :len(wanted)], wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.wide

@@ -59,25 +59,29 @@ def read_hydra(tensors: Tensors, dtype: Any) -> tuple[HydraHead, Any]:
     Raises:
         CheckpointError: another architecture.
     """
+    if tensors.config.get("grounded_heads") is False:
+        raise CheckpointError(f"{tensors.name}: grounded_heads is false, so its heads do not read the tokens drafted "
+                              "before; supported are heads that do")
     if (kind := tensors.config.get("hydra_head_arch", "mlp")) != "mlp":
         raise CheckpointError(f"{tensors.name}: hydra_head_arch is {kind!r}, supported is 'mlp' (Hydra++ has a layer "
                               "before its heads)")
     heads = _heads(tensors, r"hydra_mlp\.(\d+)\.\d+\.linear\.weight", "hydra_mlp.0.1.linear.weight")
     first, *rest = _numbers(tensors, r"hydra_mlp\.0\.(\d+)\.linear\.weight")     # between them were dropouts
-    own = "hydra_lm_head.0.1.weight"
+    stem = "hydra_lm_head.{}" if "hydra_lm_head.0.weight" in tensors else "hydra_lm_head.{}.1"      # after a dropout
+    own = f"{stem.format(0)}.weight"
     head = HydraHead((), _vocabulary(tensors, own), width=tensors[f"hydra_mlp.0.{first}.linear.weight"].shape[0],
                      heads=heads, blocks=1 + len(rest), own_head=own in tensors)
     names: dict[str, str] = {}
     for i in range(heads):
-        stem = f"hydra_mlp.{i}"
+        block = f"hydra_mlp.{i}"
         for ours, theirs in (("residual", f"{first}.res_connection"), ("first", f"{first}.linear"),
                              *([("block", f"{rest[0]}.linear")] if rest else [])):
-            names |= {f"heads.{i}.{ours}.kernel": f"{stem}.{theirs}.weight",
-                      f"heads.{i}.{ours}.bias": f"{stem}.{theirs}.bias"}
-        names |= {f"heads.{i}.head.kernel": f"hydra_lm_head.{i}.1.weight",
-                  f"heads.{i}.head.bias": f"hydra_lm_head.{i}.1.bias"}
+            names |= {f"heads.{i}.{ours}.kernel": f"{block}.{theirs}.weight",
+                      f"heads.{i}.{ours}.bias": f"{block}.{theirs}.bias"}
+        names |= {f"heads.{i}.head.kernel": f"{stem.format(i)}.weight",
+                  f"heads.{i}.head.bias": f"{stem.format(i)}.bias"}
         for part in ("weight", "bias"):
-            same(tensors, [f"{stem}.{j}.linear.{part}" for j in rest])
+            same(tensors, [f"{block}.{j}.linear.{part}" for j in rest])
     return head, placed(tensors, head, names, dtype)
 
 
