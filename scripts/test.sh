@@ -31,7 +31,7 @@ mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_sco
             tests/models/families/test_image_prompts_mesh.py tests/models/families/test_gemma4_mesh.py
             tests/models/families/test_gpt_oss_mesh.py
             tests/models/encoder_decoder/test_encoder_decoder_mesh.py tests/models/recurrent/test_gated_delta_mesh.py tests/models/recurrent/test_hybrids_mesh.py
-            tests/io/quantised/test_quantised_mesh.py
+            tests/io/quantised/test_quantised_mesh.py tests/drafters/test_heads_mesh.py
             tests/caches/context/test_context_parallel_mesh.py tests/laws/test_vocabulary_mesh.py tests/laws/test_sequence_mesh.py
             tests/algorithms/speculative/test_apart_mesh.py tests/laws/test_weave_mesh.py
             tests/algorithms/speculative/test_split_mesh.py)

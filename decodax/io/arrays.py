@@ -39,7 +39,7 @@ Bounds = tuple[tuple[int, int], ...]
 """A pair of start and end for each axis."""
 
 Index = tuple[slice | np.ndarray, ...]
-"""What is taken of an array: for each axis a slice, or ascending indices for at most one."""
+"""An index of an array: a slice for each axis, or ascending indices for at most one of them."""
 
 Copies = Iterator[Callable[[], None]]
 """Functions that each copy a part. They may run side by side."""

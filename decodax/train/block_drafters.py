@@ -18,7 +18,7 @@ from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at, random_anchors
 from decodax.train.draft_losses import loss_of
-from decodax.train.drafters import acceptance, target_outputs
+from decodax.train.drafters import acceptance, restricted, table_of, target_outputs
 from decodax.train.loop import cast
 
 Tree = Any
@@ -79,21 +79,17 @@ class AnchoredBlocks:
         at = jnp.minimum(blocks.positions, T - 1)
         row = jnp.arange(B)[:, None, None]
         truth, labels = target[row, at - 1], tokens[row, at]
-        own = None if self.ids is None else jnp.asarray(self.ids, jnp.int32)
-        accepted = acceptance(truth, blocks.logits, own)
+        accepted = acceptance(truth, blocks.logits, table_of(self.ids))
         count = jnp.maximum(live.sum((0, 1)), 1)
         scalars = {f"accepted_{k + 1}": x for k, x in enumerate(jnp.where(live, accepted, 0).sum((0, 1)) / count)}
-        known = live
-        if own is not None:
-            inverse = jnp.full(target.shape[-1], -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
-            known, labels, truth = live & (inverse[truth.argmax(-1)] >= 0), inverse[labels], truth[..., own]
+        truth, labels, known = restricted(truth, labels, self.ids)
         one = loss_of(self.loss)
         each = (1 - self.base) * one(truth, blocks.logits, labels)
         if self.base:
             each = each + self.base * one(truth, blocks.base, labels)
         mean = lambda x, live: jnp.where(live, x * jnp.exp(-jnp.arange(x.shape[-1]) / self.gamma), 0).sum() / (
             jnp.maximum(live.sum(), 1))         # by their number, as in the authors' code, not by the weights' sum
-        loss = mean(each, known)
+        loss = mean(each, live & known)
         if blocks.chance is not None and self.chance:
             y = jax.lax.stop_gradient(accepted)
             entropy = -y * jax.nn.log_sigmoid(blocks.chance) - (1 - y) * jax.nn.log_sigmoid(-blocks.chance)

@@ -1,6 +1,8 @@
-"""What each published drafter is: its network for a target, its loss, and how it is started from the target's weights.
+"""The published drafters that can be trained: for each the network that it has for a target, and its loss.
 
-The defaults are the papers' where they fit a target of any size.
+Networks have one layer, or two of a block head, whatever the paper's size. Losses are the papers', except that Medusa
+and Hydra learn the target's distribution in place of labels, so that the text need not be the target's own. The noise
+on the inputs of EAGLE is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
-from decodax.models.weight_source import nested
+from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
@@ -131,7 +133,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     own = SYSTEMS[system]
     loss_of(loss or own.loss)
     head = own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids))
-    if ids is not None and not getattr(head, "own_head", True):
+    if ids is not None and not head.own_head:
         raise ValueError(f"ids: {system!r} uses the target's vocabulary matrix, so it predicts all tokens")
     chosen = None if ids is None else tuple(map(int, ids))
     if isinstance(head, BlockHead):
@@ -153,11 +155,10 @@ def first_weights(objective: Unrolled | AnchoredBlocks, lm: Any, key: jax.Array)
     last = max((int(name.split(".")[1]) for name in target if name.startswith("layers.")), default=0)
     for name in own:
         theirs = target.get(name.replace("layers.0.", f"layers.{last}."))
-        if hasattr(theirs, "shape") and theirs is not None and theirs.shape == own[name].shape:
+        if isinstance(theirs, jax.Array) and theirs.shape == own[name].shape:     # others are packed
             own[name] = jnp.asarray(theirs, jnp.float32)
-    if "lm_head.kernel" in own:
-        table = target.get("lm_head.kernel", target["embed"].T if hasattr(target.get("embed"), "T") else None)
-        if table is not None:
-            kept = table if objective.ids is None else table[:, np.asarray(objective.ids)]
-            own["lm_head.kernel"] = jnp.asarray(kept, jnp.float32)
+    table = target.get("lm_head.kernel") if "lm_head.kernel" in target else kernel_of("embed", target["embed"])
+    if "lm_head.kernel" in own and isinstance(table, jax.Array):
+        kept = table if objective.ids is None else table[:, np.asarray(objective.ids)]
+        own["lm_head.kernel"] = jnp.asarray(kept, jnp.float32)
     return nested(own)

@@ -7,7 +7,6 @@ reads the target's features, and every later step its own states. The tokens are
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,19 +63,13 @@ class Unrolled:
         target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
         steps = unrolled(self.target, self.head, cast(params, self.dtype), extra, tokens, features, self.steps)
         total, weights, scalars = jnp.float32(0), 0.0, {}
-        own = None if self.ids is None else jnp.asarray(self.ids, jnp.int32)
         for j, (logits, state) in enumerate(steps):
             # the pair at position p predicts the token at p + 2 + j, which the target predicts at p + 1 + j
             count = tokens.shape[1] - 1 - j
             logits, truth = logits[:, :count], target[:, 1 + j:]
             labels = jnp.pad(tokens[:, 2 + j:], ((0, 0), (0, 1)), constant_values=-1)
-            scalars[f"accepted_{j + 1}"] = jnp.mean(acceptance(truth, logits, own))
-            if own is not None:
-                inverse = jnp.full(target.shape[-1], -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
-                known = inverse[truth.argmax(-1)] >= 0
-                labels, truth = jnp.where(labels < 0, -1, inverse[labels]), truth[..., own]
-            else:
-                known = jnp.ones(truth.shape[:2], bool)
+            scalars[f"accepted_{j + 1}"] = jnp.mean(acceptance(truth, logits, table_of(self.ids)))
+            truth, labels, known = restricted(truth, labels, self.ids)
             each = loss_of(self.loss)(truth, logits, labels)
             one = (each * known).sum() / jnp.maximum(known.sum(), 1)
             if self.features:
@@ -90,6 +83,30 @@ class Unrolled:
 def _smooth_l1(a: Array, b: Array) -> Array:
     d = jnp.abs((a - b).astype(jnp.float32))
     return jnp.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+
+
+def table_of(ids: tuple[int, ...] | None) -> Array | None:
+    """Returns the tokens of `Unrolled.ids` as `i32[Vd]`, or None."""
+    return None if ids is None else jnp.asarray(ids, jnp.int32)
+
+
+def restricted(target: Array, labels: Array, ids: tuple[int, ...] | None) -> tuple[Array, Array, Array]:
+    """Returns the target's logits and the labels over a drafter's vocabulary, and the positions that count.
+
+    Args:
+        target: `f32[..., V]`, the target's logits.
+        labels: `i32[...]`, tokens; -1: none.
+        ids: see `Unrolled`; None: the vocabulary is the target's.
+
+    Returns:
+        `f32[..., Vd]`; `i32[...]`, -1 for a token that the drafter does not know; `bool[...]`, True where it knows the
+        target's most likely token.
+    """
+    own = table_of(ids)
+    if own is None:
+        return target, labels, jnp.ones(labels.shape, bool)
+    inverse = jnp.full(target.shape[-1], -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
+    return target[..., own], jnp.where(labels < 0, -1, inverse[labels]), inverse[target.argmax(-1)] >= 0
 
 
 def acceptance(target: Array, logits: Array, ids: Array | None = None) -> Array:
@@ -194,7 +211,3 @@ def frequent_tokens(stream: np.ndarray, count: int, vocab: int) -> np.ndarray:
     often = np.bincount(stream, minlength=vocab)
     return np.sort(np.argsort(-often, kind="stable")[:count]).astype(np.int32)
 
-
-def with_ids(objective: Unrolled, ids: np.ndarray | None) -> Unrolled:
-    """Returns the objective for a head whose logits are those of the tokens `ids`."""
-    return dataclasses.replace(objective, ids=None if ids is None else tuple(map(int, ids)))

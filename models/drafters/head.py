@@ -14,20 +14,17 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
 
 from decodax.cache import KVLayer, cache_of, dense
-from decodax.common.axes import MODEL
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache
 from decodax.models.blocks.attention import Attend
-from decodax.models.specs import weight_spec
 
 Weights = dict[str, Any]
 Embed = Callable[[Array], Array]
@@ -60,10 +57,16 @@ class DraftHead(abc.ABC):
         taps: indices of the target's layers, from 0, whose outputs are concatenated to a feature; empty: the feature is
             the hidden state after the final norm.
         vocab: number of logits of the head.
+        own_head: True if the head has a vocabulary matrix, False if it uses the target's.
     """
 
     taps: tuple[int, ...]
     vocab: int
+
+    if TYPE_CHECKING:       # each head has its own default
+
+        @property
+        def own_head(self) -> bool: ...
 
     @property
     @abc.abstractmethod
@@ -159,25 +162,13 @@ class ModuleHead(DraftHead):
         """Returns the weights' shapes, as `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self)[1])
 
-    def shardings(self, config: Any, mesh: Mesh, axis: str = MODEL) -> Weights:
-        """Returns a `NamedSharding` for each weight: heads, MLP and vocabulary are sharded over `axis` where it divides
-        them. `config` is the `DecoderConfig` that gives their sizes."""
-        return jax.tree.map(lambda axes: NamedSharding(mesh, weight_spec(config, axes, mesh, axis)), _split(self)[2],
-                            is_leaf=lambda x: isinstance(x, tuple))
-
     def network(self, weights: Weights) -> Any:
         """Returns the module with the given weights, within a trace."""
         return nnx.merge(_split(self)[0], nnx.State(weights))
 
 
 @functools.lru_cache(maxsize=64)
-def _split(head: ModuleHead) -> tuple[Any, Weights, Weights]:
-    """Returns the network without weights: its structure, the weights' shapes, and their logical axes."""
+def _split(head: ModuleHead) -> tuple[Any, Weights]:
+    """Returns the network without weights: its structure, and the weights' shapes."""
     graph, state = nnx.split(nnx.eval_shape(lambda: head.module(nnx.Rngs(0))))
-    axes: Weights = {}
-    for path, variable in nnx.to_flat_state(state):
-        node = axes
-        for name in path[:-1]:
-            node = node.setdefault(str(name), {})
-        node[str(path[-1])] = variable.get_metadata()["axes"]
-    return graph, nnx.to_pure_dict(state), axes
+    return graph, nnx.to_pure_dict(state)

@@ -14,7 +14,6 @@ from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
 from decodax.algorithms.speculative.heads.block import BlockDraft
 from decodax.algorithms.speculative.heads.dspark import SurvivalChain
 from decodax.algorithms.speculative.heads.source import HeadWeights
-from decodax.algorithms.speculative.source import Level
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree, Fixed, OptTree
 from decodax.core import drivers
 from decodax.core.types import embeddings, logits_of
@@ -29,6 +28,7 @@ from decodax.train.drafters import target_outputs
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES
+from tests.drafters.drafting import drafted_logits
 from tests.laws.cases import MASK, VOCABULARY, decode, lm, model, prompts, start, texts
 from tests.matrix import often
 
@@ -82,21 +82,6 @@ def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
     s = decode(Speculative(source, shape=SHAPES[shape]), "llama", prompts(5), MIXED, eos=[1], draft=weights)
     assert texts(s) == plain()
     assert np.asarray(s.stats.drafted).sum() > 0
-
-
-def drafted_logits(source, params, s, following):
-    """Logits after the newest token and after each of the tokens `following` (`i32[B, K]`), which are drafted."""
-    K = following.shape[1]
-    state, answer = source.start(params, s, s.algo[0], K)
-    found = [answer]
-    for i in range(K):
-        level = Level(tokens=following[:, i:i + 1], positions=s.length[:, None] + i,
-                      parents=jnp.full((s.batch, 1), i, jnp.int32), at=jnp.int32(i),
-                      sees=jnp.broadcast_to(jnp.arange(K) < i, (s.batch, 1, K)))
-        state, answer = source.extend(params, s, state, level)
-        found.append(answer)
-    join = lambda x: None if x[0] is None else jnp.concatenate(x, 1)
-    return join([x.logits for x in found]), join([x.chance for x in found])
 
 
 @pytest.mark.wide

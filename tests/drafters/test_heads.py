@@ -12,7 +12,6 @@ import pytest
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
-from decodax.algorithms.speculative.source import Level
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
 from decodax.models.drafters.recurrent import RecurrentHead
@@ -21,6 +20,7 @@ from decodax.train.drafters import target_outputs, unrolled
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES
+from tests.drafters.drafting import drafted_logits
 from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
 from tests.matrix import often
 
@@ -70,20 +70,6 @@ def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
     assert np.asarray(s.stats.drafted).sum() > 0
 
 
-def drafted_logits(source, params, s, following):
-    """Logits after the newest token and after each of the tokens `following` (`i32[B, K]`), which are drafted."""
-    K = following.shape[1]
-    state, answer = source.start(params, s, s.algo[0], K)
-    found = [answer.logits]
-    for i in range(K):
-        level = Level(tokens=following[:, i:i + 1], positions=s.length[:, None] + i,
-                      parents=jnp.full((s.batch, 1), i, jnp.int32), at=jnp.int32(i),
-                      sees=jnp.broadcast_to(jnp.arange(K) < i, (s.batch, 1, K)))
-        state, answer = source.extend(params, s, state, level)
-        found.append(answer.logits)
-    return jnp.concatenate(found, 1)
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("name", often(SHOWN, HEADS))
 def test_drafting_computes_the_logits_of_training(name):
@@ -97,7 +83,7 @@ def test_drafting_computes_the_logits_of_training(name):
                             [row[:n].tolist() for row, n in zip(np.asarray(whole), given, strict=True)], {},
                             draft=weights, width=4)
     following = jnp.stack([row[n:n + 3] for row, n in zip(whole, given, strict=True)])
-    drafted = jax.jit(functools.partial(drafted_logits, source))(params, s, following)
+    drafted, _ = jax.jit(functools.partial(drafted_logits, source))(params, s, following)
     for row, n in enumerate(given):
         wanted = np.stack([x[row, n - 2] for x, _ in trained])
         np.testing.assert_allclose(drafted[row], wanted, atol=2e-5, rtol=1e-5)

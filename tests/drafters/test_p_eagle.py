@@ -28,7 +28,7 @@ NAMES = {"taps.kernel": "fc.weight", "embed_norm.scale": "layers.0.input_layerno
 
 
 def in_one_pass(head, weights, features, tokens, last):
-    """Logits after the pairs up to position `last`, and after each mask behind them."""
+    """The logits after the pair at position `last`, and after each of the masks that follow it."""
     more = head.drafts - 1
     unknown = jnp.broadcast_to(head.unknown(weights), (1, more, head.state_width))
     state = jnp.concatenate([head.enter(weights, features[:, :last + 1]), unknown], 1)

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 import decodax.models
+from decodax.core.types import LayeredModel
 from decodax.io.drafters.eagle import FeedsBack, LayerIds
 from decodax.io.drafters.published import read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
@@ -33,6 +35,9 @@ from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHe
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
 from decodax.models.weight_source import nested
+
+ZOO = Path(decodax.models.__file__).parent / "zoo"
+"""Directory of the shipped models and drafters."""
 
 ENTRY = "decodax_drafter"
 """The entry of `config.json` that marks the library's own layout; its value is the system's name."""
@@ -68,20 +73,21 @@ class TrainedDrafter:
         Raises:
             ValueError: it reads hidden states of another width, or more layers than the target has.
         """
-        config = getattr(target.model, "config", None)
-        width, layers = getattr(config, "width", None), getattr(target.model, "depth", None)
-        if width is not None and width != self.head.target_width:
+        if not isinstance(target.model, LayeredModel):
+            return                      # its sizes are not known here
+        width, layers = target.model.config.width, target.model.depth
+        if width != self.head.target_width:
             raise ValueError(f"draft: {self.name!r} reads hidden states of width {self.head.target_width}, and those "
                              f"of {target.name!r} have {width}; takes a drafter that was trained for this target")
-        if layers is not None and self.head.taps and max(self.head.taps) >= layers:
+        if self.head.taps and max(self.head.taps) >= layers:
             raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
                              f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:
     """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None."""
-    path = Path(decodax.models.__file__).parent / "zoo" / f"{target}-{system}"
-    return path if (path / "config.json").is_file() else None
+    path = ZOO / f"{target}-{system}"
+    return path if path.parent == ZOO and (path / "config.json").is_file() else None
 
 
 def is_drafter(path: str | os.PathLike[str]) -> bool:
@@ -91,7 +97,7 @@ def is_drafter(path: str | os.PathLike[str]) -> bool:
 
 
 def _found(path: str | os.PathLike[str]) -> Path:
-    inside = Path(decodax.models.__file__).parent / "zoo" / str(path)
+    inside = ZOO / path
     return inside if inside.is_dir() and not Path(path).exists() else Path(path)
 
 
@@ -104,7 +110,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
-        target: the target, a result of `decodax.load`, which the drafter is checked against; None: no check.
+        target: the target, a result of `decodax.load`, which the drafter is checked against. If it lies on a mesh, the
+            drafter is replicated over that. None: no check.
         dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.
         layer_ids: for EAGLE-3, whether the file's layers of the target are named by their "outputs" or their "inputs";
             None: as its producer does, if that is known.
@@ -123,10 +130,13 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         head = decoded(config["head"])
         made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
     else:
-        depth = getattr(getattr(target, "model", None), "depth", None)
+        depth = target.model.depth if target is not None and isinstance(target.model, LayeredModel) else None
         made = TrainedDrafter(*read_published(path, kind, depth, layer_ids, feeds_back), str(directory))
     if target is not None:
         made.check(target)
+        if target.mesh is not None:
+            place = lambda x: jax.device_put(x, NamedSharding(target.mesh, PartitionSpec()))
+            made = dataclasses.replace(made, params=jax.tree.map(place, made.params), ids=jax.tree.map(place, made.ids))
     return made
 
 

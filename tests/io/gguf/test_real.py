@@ -75,7 +75,7 @@ def test_perplexity_is_within_half_a_percent(name: str) -> None:
 
 @pytest.mark.full
 def test_perplexity_of_20_000_tokens_is_within_half_a_percent() -> None:
-    """What `decodax score docstrings.txt --model FILE --window 512` prints."""
+    """The perplexity is the one that `decodax score docstrings.txt --model FILE --window 512` prints."""
     path, wanted = folder() / TEXT.file, EXPECTED["smollm2"]["docstrings"]
     if not path.is_file():
         pytest.skip(f"{path} is missing: python scripts/real_models.py text")

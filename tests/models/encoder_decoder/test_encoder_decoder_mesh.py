@@ -54,7 +54,7 @@ def inputs(family: str) -> Any:
 @pytest.mark.parametrize("family", often(["t5", "bart", "whisper"], CASES))
 @pytest.mark.parametrize("kind", often(["Auto"], ["Auto", "Explicit"]))
 def test_eight_devices_give_the_tokens_of_one(family: str, kind: str, tmp_path: Path) -> None:
-    """With drafts; weights are divided."""
+    """Decoding with drafts gives the tokens of one device, and weights are divided over the mesh."""
     saved(family, tmp_path)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)

@@ -73,7 +73,7 @@ def test_the_same_tokens(family: str, kind: str) -> None:
 @pytest.mark.parametrize("family", often(["nemotron_h", "jamba"], CASES))
 @pytest.mark.parametrize("shape", often(["4x2"], ["4x2", "2x4"]))
 def test_logits_and_states_of_a_prompt_and_a_window(family: str, shape: str) -> None:
-    """With 4 devices each, heads are divided and their 2 groups are not."""
+    """The model axis has 2 or 4 devices: 4 divide the heads, and not the 2 groups of heads."""
     model = Transformer(read_config({"model_type": family, **COMMON, **CASES[family]}))
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
     mesh = jax.make_mesh(mesh_shape(shape), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

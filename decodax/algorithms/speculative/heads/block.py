@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -139,7 +140,7 @@ class BlockDraft(TrainedHead):
                                    memory, at + h.offset)
         chance = h.chance(weights, hidden, tokens)
         logits = spread(logits, params.draft.ids, self.vocab_size)
-        return memory, Answer(logits, hidden, None if chance is None else 1 / (1 + jnp.exp(-chance)))
+        return memory, Answer(logits, hidden, None if chance is None else jax.nn.sigmoid(chance))
 
     def _embed(self, params: Params) -> Any:
         return lambda tokens: embeddings(self.model, params.target, tokens)

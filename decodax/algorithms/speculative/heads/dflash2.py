@@ -16,7 +16,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
 
-@ALGORITHMS.register("dflash2", "DFlash2: a block head with local convolutions and a candidate selector",
+@ALGORITHMS.register("dflash2", "DFlash2",
                      "Z Lab, Inco 2026", family="speculative-linear", needs="a trained drafter",
                      guarantee="seed-exact")
 def dflash2(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:

@@ -16,7 +16,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
 
-@ALGORITHMS.register("domino", "Domino: a block head with a recurrent correction of its logits", "Huang et al. 2026",
+@ALGORITHMS.register("domino", "Domino (arXiv 2605.29707)", "Huang et al. 2026",
                      family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
 def domino(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a block of tokens in one pass, corrected by a recurrent network over the drafts before.

@@ -58,7 +58,7 @@ class SurvivalChain(Shape):
         return child.chance[:, 0]
 
 
-@ALGORITHMS.register("dspark", "DSpark: a block head with sequential correction and confidence-scheduled verification",
+@ALGORITHMS.register("dspark", "DSpark (arXiv 2607.05147)",
                      "Cheng et al. 2026", family="speculative-linear", needs="a trained drafter",
                      guarantee="seed-exact")
 def dspark(lm: Any, draft: Any = None, length: Count | None = None, threshold: Share = 0.3,

@@ -17,7 +17,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
 
-@ALGORITHMS.register("jetspec", "JetSpec: causal parallel drafting of trees", "Hu et al. 2026",
+@ALGORITHMS.register("jetspec", "JetSpec (arXiv 2606.18394)", "Hu et al. 2026",
                      family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
 def jetspec(lm: Any, draft: Any = None, nodes: Count = 64, length: Count | None = None, width: Count = 7,
             verify: Verifier | None = None) -> Speculative:

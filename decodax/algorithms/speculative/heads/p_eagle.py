@@ -57,7 +57,7 @@ class ParallelDraft(TrainedHead):
         return state, Answer(self._logits(params, hidden, depth), hidden)
 
 
-@ALGORITHMS.register("p-eagle", "P-EAGLE: parallel drafting with an EAGLE head", "Hui et al. 2026",
+@ALGORITHMS.register("p-eagle", "P-EAGLE (arXiv 2602.01469)", "Hui et al. 2026",
                      family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
 def p_eagle(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a chain in one pass of an EAGLE-3 head with mask tokens.

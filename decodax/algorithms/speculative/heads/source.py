@@ -212,7 +212,7 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
                              "shipped; takes draft=decodax.load_drafter(DIRECTORY, lm)")
         draft = found
     if isinstance(draft, (str, os.PathLike)):
-        draft = load_drafter(draft)
+        draft = load_drafter(draft, lm)
     if not isinstance(draft, TrainedDrafter):
         raise ValueError(f"draft: got {shown(draft)}, {systems[0]!r} takes a trained drafter, from "
                          "decodax.load_drafter")

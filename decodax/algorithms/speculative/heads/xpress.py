@@ -17,7 +17,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
 
-@ALGORITHMS.register("xpress", "XPress: a block head with a causal refiner", "XPress 2026 (arXiv 2608.02438)",
+@ALGORITHMS.register("xpress", "XPress (arXiv 2608.02438)", "2026",
                      family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
 def xpress(lm: Any, draft: Any = None, length: Count | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a block of tokens in one pass, corrected by a refiner that mixes the drafts before.
