@@ -89,7 +89,6 @@ class Gguf:
             config = read_config(self.entries)
         except ValueError as error:
             raise CheckpointError(f"{self.file.path}: {error}") from None
-        # This comes before the network is laid out, which takes long if a wrong number asks for very many layers.
         if not any(name.startswith(f"blk.{len(config.layers) - 1}.") for name in self.file.tensors):
             raise CheckpointError(f"{self.file.path}: block_count: got {len(config.layers)}, the file holds fewer "
                                   "layers")

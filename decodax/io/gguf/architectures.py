@@ -118,7 +118,7 @@ def _kinds(near: list[Any]) -> list[str]:
 
 def _glm4_moe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     return {**c, "model_type": "glm4_moe", **_experts(m, "n_routed_experts"), "attention_bias": m.biased,
-            "num_hidden_layers": c["num_hidden_layers"] - m.get("nextn_predict_layers", 0),
+            "num_hidden_layers": c["num_hidden_layers"] - m.count("nextn_predict_layers", 0, 0),
             "use_qk_norm": m.has("attn_q_norm.weight"), "first_k_dense_replace": m.get("leading_dense_block_count", 0),
             "n_shared_experts": m.get("expert_shared_count", 0), "norm_topk_prob": m.get("expert_weights_norm", True),
             "routed_scaling_factor": m.get("expert_weights_scale", 1.0), "n_group": m.get("expert_group_count", 1),
@@ -135,8 +135,8 @@ def _gpt_oss(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 def _gemma4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     kinds = _kinds(m.each("attention.sliding_window_pattern"))
     groups, widths = m.each("attention.head_count_kv"), m.each("feed_forward_length")
-    full, of = kinds.index("full_attention"), lambda kind: groups[kinds.index(kind)] if kind in kinds else groups[0]
-    shared, own = m.get("attention.shared_kv_layers", 0), m.get("embedding_length_per_layer_input", 0)
+    first = lambda kind: kinds.index(kind) if kind in kinds else 0
+    shared, own = m.count("attention.shared_kv_layers", 0, 0), m.count("embedding_length_per_layer_input", 0, 0)
     table, turned = m.file.tensors.get("per_layer_token_embd.weight"), m.factors.get("rope_freqs.weight")
     # Frequencies beyond the rotated part of a head are divided by a very large number.
     part = 1.0 if turned is None else float((turned < 2).mean())
@@ -146,8 +146,9 @@ def _gemma4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     return {**c, **more, "model_type": "gemma4_text", "layer_types": kinds, "attention_bias": m.biased,
             "intermediate_size": widths[0], "use_double_wide_mlp": shared > 0 and widths[-1] == 2 * widths[0],
             "head_dim": m.need("attention.key_length_swa"), "global_head_dim": c["head_dim"],
-            "num_key_value_heads": of("sliding_attention"), "num_global_key_value_heads": of("full_attention"),
-            "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in m.file.tensors,
+            "num_key_value_heads": groups[first("sliding_attention")],
+            "num_global_key_value_heads": groups[first("full_attention")],
+            "attention_k_eq_v": f"blk.{first('full_attention')}.attn_v.weight" not in m.file.tensors,
             "sliding_window": m.need("attention.sliding_window"), "num_kv_shared_layers": shared,
             "hidden_size_per_layer_input": own,
             "vocab_size_per_layer_input": table.shape[0] if table is not None else c["vocab_size"],

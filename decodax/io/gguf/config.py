@@ -38,6 +38,11 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise CheckpointError(f"{file.path}: lacks tensor token_embd.weight, or its shape is not that of a table")
+    # Lists of a wrong number of layers would fill the memory. Layers that predict further tokens may be left out.
+    held = 1 + max((int(number) for name in file.tensors if name.startswith("blk.")
+                    and (number := name.split(".")[1]).isdecimal()), default=-1)
+    if (layers := m.count("block_count")) > held + 8:
+        raise CheckpointError(f"{file.path}: {m.name}.block_count: got {layers}, the file holds {held} layers")
     heads, width = m.count("attention.head_count"), m.count("embedding_length")
     head = m.count("attention.key_length", max(width // heads, 1))
     if (values := m.count("attention.value_length", head)) != head:
@@ -45,7 +50,7 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
                               f"{head}")
     shared: dict[str, Any] = {
         "vocab_size": table.shape[0], "hidden_size": width, "intermediate_size": m.count("feed_forward_length"),
-        "num_hidden_layers": m.count("block_count"), "num_attention_heads": heads,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": m.count("attention.head_count_kv", heads), "head_dim": head,
         "max_position_embeddings": m.count("context_length"), "rope_theta": m.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors}

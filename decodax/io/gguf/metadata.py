@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,14 @@ class Metadata:
         # Files hold 32-bit floats: 1e-5 is read as written in the configuration, not as 9.999999747378752e-06.
         return float(f"{found:.7g}") if isinstance(found, float) else found
 
-    def each(self, key: str, default: Any = None) -> list[Any]:
-        """Returns an entry of the architecture for each layer."""
-        found, count = self.file.metadata.get(f"{self.name}.{key}", default), self.count("block_count")
-        found = found.tolist() if isinstance(found, np.ndarray) else [found] * count
+    def each(self, key: str, default: Sequence[Any] | Any = None) -> list[Any]:
+        """Returns an entry of the architecture for each layer. A default that is a sequence has an item a layer."""
+        found, count = self.file.metadata.get(f"{self.name}.{key}"), self.count("block_count")
+        if found is None:
+            found = default
+        elif isinstance(found, np.ndarray):
+            found = found.tolist()
+        found = list(found) if isinstance(found, list) else [found] * count
         if len(found) != count:
             raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {len(found)} entries for {count} layers")
         return found
@@ -79,13 +83,13 @@ class Metadata:
             raise CheckpointError(f"{self.file.path}: lacks {self.name}.{key}, which the architecture requires")
         return found
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Returns an entry that is a whole number of at least 1. Without a default the file must have it."""
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Returns an entry that is a whole number of at least `least`. Without a default the file must have it."""
         found = self.need(key) if default is None else self.get(key, default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
             without = ": layers without attention are not supported" if found == 0 and "head_count" in key else ""
             raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {found!r}, takes a whole number of at "
-                                  f"least 1{without}")
+                                  f"least {least}{without}")
         return found
 
     @property

@@ -135,3 +135,20 @@ def test_a_wrong_entry_is_named(key: str, value: Any, message: str, tmp_path: Pa
     reader = read_tokenizer if key.startswith("tokenizer") else lambda file: read_entries(file, {})
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)}: {message}"):
         reader(file)
+
+
+def test_too_many_layers_are_refused_before_lists_of_them_are_made(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "exaone4", network("exaone4")[1], lambda tensor: Type.F32)
+    file = GgufFile(tmp_path / "m.gguf")
+    file.metadata["exaone4.block_count"] = 10 ** 9
+    with pytest.raises(CheckpointError, match=r"exaone4\.block_count: got 1000000000, the file holds \d layers"):
+        read_entries(file, {})
+
+
+def test_three_layers_of_four_slide_if_exaone4_does_not_say_which(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "exaone4", network("exaone4")[1], lambda tensor: Type.F32)
+    file = GgufFile(tmp_path / "m.gguf")
+    file.metadata.pop("exaone4.attention.sliding_window_pattern", None)
+    file.metadata |= {"exaone4.attention.sliding_window": 8, "exaone4.block_count": 5}
+    slide, full = "sliding_attention", "full_attention"
+    assert read_entries(file, {})["layer_types"] == [slide, slide, slide, full, slide]
