@@ -25,7 +25,7 @@ mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_sco
             tests/pallas_kernels/test_packed_matmul.py tests/sampling/test_truncation.py
             tests/models/formats/test_packed_mesh.py
             tests/caches/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/algorithms/beams/test_beams_mesh.py
-            tests/scripts/test_grpo.py
+            tests/scripts/test_grpo.py tests/scripts/test_train_drafter.py
             tests/models/test_experts_mesh.py tests/models/test_adapters_mesh.py tests/models/test_dual_chunk_mesh.py
             tests/models/test_linear_mesh.py tests/models/latent/test_latent_mesh.py
             tests/models/families/test_image_prompts_mesh.py tests/models/families/test_gemma4_mesh.py

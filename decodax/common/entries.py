@@ -135,13 +135,15 @@ class Entry:
     @property
     def example(self) -> str:
         """A call with the entry, as text, with "..." for options that have to be given. Empty if no slot takes the
-        entry, or if it needs a drafter that was trained for the model."""
+        entry. A drafter that was trained for the model is the one that `scripts/train.py drafter` writes."""
         needed = [f"{name}=..." for name, option in self.options.items() if not option.optional]
         if self.slot == "weights":
             return f'dx.load("pycode", weights="{self.name}")'
-        if self.slot not in EXAMPLES or self.needs == "a trained drafter":
+        if self.slot not in EXAMPLES:
             return ""
-        beside = EXAMPLES[self.slot] + (', draft="pycode-draft"' if self.takes_draft else "")
+        trained = self.needs == "a trained drafter"
+        draft = f"runs/pycode-{self.alias_of or self.name}/model" if trained else "pycode-draft"
+        beside = EXAMPLES[self.slot] + (f', draft="{draft}"' if self.takes_draft or trained else "")
         model = self.model or ("pycode-diffusion" if "diffusion" in self.needs else "pycode")
         made = f"dx.{self.shelf}.{self.identifier}({', '.join(needed)})"
         prompt = "1207=" if model == "numerals" else "def area(r):"

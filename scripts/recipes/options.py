@@ -61,9 +61,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
                             schedule=dict(decay_from=2500, cooldown=400))},
     "numerals": {"numerals": Preset(
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
-    "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0, peak=peak))
-                for system, peak in (("eagle-3", 1e-3), ("eagle", 1e-3), ("hass", 1e-3), ("fastmtp", 1e-3),
-                                     ("medusa", 2e-3), ("hydra", 2e-3), ("mlp-speculator", 2e-3))},
+    "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
+                                    peak=2e-3 if system in ("medusa", "hydra", "mlp-speculator") else 1e-3))
+                for system in ("eagle-3", "eagle", "hass", "fastmtp", "medusa", "hydra", "mlp-speculator", "dflash",
+                               "dspark", "domino", "dflash2", "xpress", "jetspec")},
 }
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,103 @@
+"""The recipe of drafters: training lowers the loss, a killed run resumes, a mesh trains as one device, and what is
+exported drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import decodax as dx
+from decodax.train.drafter_systems import SYSTEMS
+from recipes import run as program
+from recipes.options import PRESETS, Options
+
+QUIET = Console(quiet=True)
+
+
+class Killed(Exception):
+    """Stands for the signal that ends a job."""
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
+    root = tmp_path_factory.mktemp("corpus")
+    for package in ("asyncio", "json"):
+        shutil.copytree(Path(sysconfig.get_path("stdlib")) / package, root / package)
+    return Options(recipe="drafter", system="medusa", target=str(tiny_model), corpus=root, steps=12, warmup=2,
+                   decay_from=8, batch=4, length=32, peak=1e-2, loss="hard", log_every=2, eval_every=6, save_every=5,
+                   devices=1, output=tmp_path_factory.mktemp("run"))
+
+
+def metrics(output: Path) -> list[dict[str, float]]:
+    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in e.items() if k in ("step", "tokens", "loss", "expected_tokens")} for e in entries]
+
+
+def same(a: object, b: object) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_every_method_that_can_be_trained_is_an_option() -> None:
+    assert PRESETS["drafter"].keys() == SYSTEMS.keys()
+
+
+def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(options: Options, tmp_path: Path) -> None:
+    whole = program.train(options, console=QUIET)
+    losses = [e["loss"] for e in metrics(options.output) if "loss" in e]
+    assert losses[-1] < losses[0]
+
+    def on_step(done: int) -> None:
+        if done == 8:
+            raise Killed
+
+    second = replace(options, output=tmp_path)
+    with pytest.raises(Killed):
+        program.train(second, on_step=on_step, console=QUIET)
+    steps: list[int] = []
+    resumed = program.train(second, on_step=steps.append, console=QUIET)
+    assert steps == list(range(6, 13)) and same(resumed.params, whole.params) and same(resumed.opt, whole.opt)
+    again, first = metrics(tmp_path), metrics(options.output)      # means of a killed run miss the steps before
+    assert [e["step"] for e in again] == [e["step"] for e in first] and again[-1] == first[-1]
+
+    facts = json.loads((tmp_path / "model" / "config.json").read_text())["training"]
+    assert facts["system"] == "medusa" and len(facts["accepted"]) == 4 and 1 <= facts["greedy"] <= 5
+    lm = dx.load(options.target, dtype="float32")
+    plain, out = (dx.generate(lm, "def f(self):", max_new_tokens=12, eos_token_id=[], **more)
+                  for more in ({}, {"algorithm": "medusa", "draft": dx.load_drafter(tmp_path / "model", lm)}))
+    assert np.array_equal(out.tokens, plain.tokens)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("system", ["eagle-3", "dspark"])
+def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path: Path) -> None:
+    own = Options(recipe="drafter", system=system, target=options.target, corpus=options.corpus, steps=10, warmup=2,
+                  decay_from=8, batch=4, length=32, peak=3e-3, loss="hard", log_every=1, eval_every=50,
+                  save_every=50, devices=1, drafts=3, output=tmp_path)
+    program.train(own, console=QUIET)
+    losses = [e["loss"] for e in metrics(tmp_path) if "loss" in e]
+    assert losses[-1] < losses[0]
+    lm = dx.load(options.target, dtype="float32")
+    drafter = dx.load_drafter(tmp_path / "model", lm)
+    assert drafter.system == system and drafter.head.longest in (None, 3)
+    assert f"method `{system}`" in (tmp_path / "model" / "README.md").read_text()
+
+
+@pytest.mark.wide
+@pytest.mark.mesh
+def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> None:
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    one = replace(options, output=tmp_path / "one", steps=3, decay_from=2, warmup=1, peak=1e-3)
+    mesh = replace(one, output=tmp_path / "mesh", devices=4)
+    a, b = (program.train(o, console=QUIET) for o in (one, mesh))
+    assert metrics(mesh.output)[0]["loss"] == pytest.approx(metrics(one.output)[0]["loss"], abs=1e-4)
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
