@@ -51,13 +51,14 @@ elif [ $# -gt 0 ]; then
     mesh=
 fi
 
-# every check runs, so that one failure does not hide another; mypy beside the tests of meshes, whose processes wait for
+# every check runs, so that one failure does not hide another (but pytest-xdist would wait for ever for a new process in
+# the place of one that died); mypy beside the tests of meshes, whose processes wait for
 # each other's devices
 failed=()
 "$venv/bin/ruff" check . || failed+=(ruff)
-"$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup "$@" || failed+=(pytest)
+"$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup --max-worker-restart 0 "$@" || failed+=(pytest)
 MYPY=$venv/bin/mypy bash scripts/typecheck.sh & types=$!
-[ -z "$mesh" ] || timeout "$limit" "$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup -m "$mesh" \
+[ -z "$mesh" ] || timeout "$limit" "$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup --max-worker-restart 0 -m "$mesh" \
     "${mesh_files[@]}" || failed+=("pytest -m mesh")
 wait "$types" || failed+=(mypy)
 if [ ${#failed[@]} -gt 0 ]; then

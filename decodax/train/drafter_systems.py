@@ -2,7 +2,8 @@
 
 Networks have one layer, or two of a block head, whatever the paper's size. Losses are the papers', except that Medusa
 and Hydra learn the target's distribution in place of labels, so that the text need not be the target's own. The noise
-on the inputs of EAGLE is left out.
+on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of all heads, of which its authors draw
+one for each batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from decodax.models.drafters.corrections import CandidateSelector, Markov, Prefi
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
@@ -103,6 +104,8 @@ SYSTEMS = {
     "hydra": DrafterSystem(lambda c, vocab: HydraHead((), vocab, width=c.width, heads=4, own_head=False), 4),
     "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
+    "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
+        (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
     "dflash": DrafterSystem(_block(), 7, "hard"),
     "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
     "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),

@@ -123,6 +123,51 @@ class _Medusa(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockwiseHead(StackedHead):
+    """Blockwise parallel decoding (Stern, Shazeer and Uszkoreit, 2018): one layer of `heads * inner` units with a
+    rectifier, from which head `i` reads its own `inner` ones, `f + V_i relu(U_i f + b_i) + c_i`, and predicts with the
+    target's vocabulary matrix.
+
+    Attributes:
+        taps: empty: the hidden state after the final norm.
+        vocab: number of logits.
+        width: width `D` of the target.
+        heads: number of heads `K`; a block has one token more, the target's own.
+        inner: units of a head.
+    """
+
+    width: int = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(default=7, kw_only=True)
+    inner: int = dataclasses.field(kw_only=True)
+
+    @property
+    def parallel(self) -> bool:
+        return True
+
+    @property
+    def own_head(self) -> bool:
+        """False: the vocabulary matrix is the target's."""
+        return False
+
+    def module(self, rngs: nnx.Rngs) -> nnx.Module:
+        module: Any = nnx.Module()
+        module.up = Linear(rngs, (self.width, self.heads * self.inner), ("embed", None), True)
+        # Zeros, so that fresh heads predict what the target does.
+        module.down = nnx.Dict({str(i): Linear(rngs, (self.inner, self.width), (None, "embed"), True, 0.0)
+                                for i in range(self.heads)})
+        return module
+
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Any) -> HeadStep:
+        return HeadStep(hidden=state, state=state)
+
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
+        network = self.network(weights)
+        up = jax.nn.relu(network.up(hidden)).reshape(*hidden.shape[:2], self.heads, self.inner)
+        return at_depth(depth, self.heads, lambda i, z: head(hidden + network.down[str(i)](z[:, :, i])), up)
+
+
+@dataclasses.dataclass(frozen=True)
 class HydraHead(StackedHead):
     """Hydra (Ankner et al., 2024): Medusa heads that also read the embeddings of the tokens drafted before.
 
@@ -293,4 +338,4 @@ class _ScaleShift(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
 
-__all__ = ["HydraHead", "MLPSpeculatorHead", "MedusaHead", "StackedHead", "at_depth"]
+__all__ = ["BlockwiseHead", "HydraHead", "MLPSpeculatorHead", "MedusaHead", "StackedHead", "at_depth"]

@@ -123,7 +123,7 @@ def test_this_test_would_see_a_wrong_distribution():
 READS_Q = (MultiRound, KSeq, Rejection, BlockVerification)
 EXACT = [SeedExact(), MultiRound(), KSeq()]
 RULES = [*EXACT, Rejection(), BlockVerification(), Greedy(), TypicalAcceptance(), SpecVerification(beta=2, tau=1.0),
-         TopKAcceptance(2), Distance(1)]
+         TopKAcceptance(2), Distance(1), verify.MinimumBlock(Greedy(), 2)]
 OTHERS = {verify.Cut, verify.LongestBranch}
 """`Cut` and `LongestBranch` judge drafts of one method each, in whose modules they are tested."""
 

@@ -15,7 +15,7 @@ from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.train.drafters import target_outputs, unrolled
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
@@ -35,6 +35,7 @@ HEADS = {
     "mtp": recurrent(taps=(), fuse="norms"),
     "mtp-mimo": recurrent(taps=(), fuse="norms", hidden_first=True, drop_first=True, final_norm=False),
     "medusa": MedusaHead((), VOCABULARY, width=16, heads=4, blocks=2),
+    "blockwise": BlockwiseHead((), VOCABULARY, width=16, heads=4, inner=12),
     "hydra": HydraHead((), VOCABULARY, width=16, heads=4, blocks=2),
     "mlp-speculator": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=24, scale_input=True),
     "mlp-speculator-tied": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=12, tied=True),

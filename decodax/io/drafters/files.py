@@ -31,7 +31,7 @@ from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
 from decodax.models.weight_source import nested
@@ -44,7 +44,7 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, MLPSpeculatorHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
+    HydraHead, MLPSpeculatorHead, BlockwiseHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
     Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 

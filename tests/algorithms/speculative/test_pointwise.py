@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from decodax.algorithms.speculative.trees import Chain, Fixed
-from decodax.algorithms.speculative.verify import Distance, SpecVerification, TopKAcceptance, TypicalAcceptance
+from decodax.algorithms.speculative.verify import (
+    Distance,
+    Greedy,
+    MinimumBlock,
+    SeedExact,
+    SpecVerification,
+    TopKAcceptance,
+    TypicalAcceptance,
+)
 from tests.algorithms.speculative.judging import V, judge
 
 
@@ -50,6 +58,19 @@ def test_distance_takes_neighbours_of_the_best_token():
     assert chained(Distance(1), [3, 0], p) == ([3, 0, 3], 2)
     assert chained(Distance(1), [0, 1], p) == ([2], 0)
     assert chained(Distance(1), [3, 2], p) == ([3, 1], 1)                                   # it is forbidden
+
+
+def test_a_minimum_block_keeps_rejected_guesses_that_the_policy_allows():
+    p = [[0.1, 0.2, 0.6, 0.1], [0.4, 0.3, 0, 0.3], [0.1, 0.1, 0.1, 0.7]]
+    assert chained(Greedy(), [1, 1], p) == ([2], 0)
+    assert chained(MinimumBlock(Greedy(), 1), [1, 1], p) == ([2], 0)
+    assert chained(MinimumBlock(Greedy(), 2), [1, 1], p, 0.0) == ([1, 0], 1)
+    assert chained(MinimumBlock(Greedy(), 3), [1, 1], p, 0.0) == ([1, 1, 3], 2)
+    assert chained(MinimumBlock(Greedy(), 3), [1, 2], p, 0.0) == ([1, 0], 1)            # the second is forbidden
+    assert chained(MinimumBlock(Greedy(), 9), [2, 0], p, 0.0) == ([2, 0, 3], 2)
+    assert chained(MinimumBlock(TopKAcceptance(2), 2), [2, 3], p, 0.0) == ([2, 0], 1)
+    assert MinimumBlock(SeedExact()).guarantee == "seed-exact"
+    assert MinimumBlock(SeedExact(), 2).guarantee == "approximate"
 
 
 def test_the_likeliest_of_the_longest_paths_holds():
