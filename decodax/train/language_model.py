@@ -47,6 +47,18 @@ def divergence(teacher: Array, student: Array) -> Array:
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
+def hardest(losses: Array, reference: Array, keep: float) -> Array:
+    """Returns the positions that a student can still learn, `bool[...]`: the share `keep` of those at which its loss is
+    furthest above that of a reference model of its size (AdaSPEC, Hu et al., 2025).
+
+    Args:
+        losses, reference: `f32[...]`, the losses of student and reference model.
+        keep: the share, above 0 and at most 1.
+    """
+    gap = losses - reference
+    return gap >= jnp.quantile(gap, 1 - keep)
+
+
 @dataclass(frozen=True)
 class NextTokens:
     """The cross-entropy of every next token; with a teacher, `mix * KL + (1 - mix) * cross-entropy`.
@@ -56,12 +68,17 @@ class NextTokens:
         dtype: dtype of the computation.
         teacher: the network whose distribution is distilled, or None.
         mix: weight of the divergence from the teacher, 0 to 1.
+        reference: a network of the student's size that was distilled before, or None: the divergence then counts only
+            where the student can still learn, see `hardest`.
+        keep: share of the tokens that counts then.
     """
 
     network: Network
     dtype: str = "float32"
     teacher: Network | None = None
     mix: float = 0.0
+    reference: Network | None = None
+    keep: float = 0.4
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log, in nats.
@@ -69,14 +86,20 @@ class NextTokens:
         Args:
             params: the weights.
             batch: `i32[B, T + 1]`.
-            extra: the teacher's weights, or None.
+            extra: the weights of the teacher and of the reference network, None for one that is not there.
         """
         inputs, targets = batch[:, :-1], batch[:, 1:]
         logits = self.network.forward(cast(params, self.dtype), inputs)
         loss = truth = cross_entropy(logits, targets).mean()
         if self.teacher is not None:
-            guide = jax.lax.stop_gradient(self.teacher.forward(cast(extra, self.dtype), inputs))
-            loss = self.mix * divergence(guide, logits).mean() + (1 - self.mix) * truth
+            frozen = lambda network, weights: jax.lax.stop_gradient(network.forward(cast(weights, self.dtype), inputs))
+            guide = frozen(self.teacher, extra[0])
+            each, counted = divergence(guide, logits), jnp.ones(targets.shape, bool)
+            if self.reference is not None:
+                counted = hardest(jax.lax.stop_gradient(each), divergence(guide, frozen(self.reference, extra[1])),
+                                  self.keep)
+            distance = jnp.where(counted, each, 0).sum() / counted.sum()
+            loss = self.mix * distance + (1 - self.mix) * truth
         return loss, {"loss": loss, "cross_entropy": truth}
 
 

@@ -68,10 +68,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     context, ways, shardings = model.config.context, mesh.shape["data"], model.shardings(mesh)
     if any(batch_shape(options, context, decaying)[0] % ways for decaying in (False, True)):
         raise ValueError(f"batch: got {options.batch}, which gives steps that do not divide among the {ways} devices")
-    teacher, guide = None, None
-    if options.teacher is not None:
-        teacher, guide = load_model(options.teacher, dtype="float32")
-        guide = jax.device_put(guide, teacher.shardings(mesh))
+    def frozen(path: str | None) -> tuple[Transformer | None, Any]:
+        if path is None:
+            return None, None
+        network, weights = load_model(path, dtype="float32")
+        return network, jax.device_put(weights, network.shardings(mesh))
+
+    (teacher, guide), (reference, learned) = frozen(options.teacher), frozen(options.reference)
 
     def batch(run: TrainingRun) -> np.ndarray:
         # the decay reads the data from the start again, in another order
@@ -96,7 +99,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         if teacher is not None:
             window = place_batch(corpus.Batches(held, 8 * ways, context)[0], mesh)
             facts["acceptance"] = round(float(overlap(teacher, model, guide, exact, window).mean()), 4)
-            rows["training"] = f"AdamW, distilled from `{name}` (KL and cross-entropy), float32 master weights"
+            where = "" if options.reference is None else f" on the {options.keep:.0%} of the tokens that can be learned"
+            rows["training"] = f"AdamW, distilled from `{name}` (KL and cross-entropy){where}, float32 master weights"
             rows[f"drafts that `{name}` accepts"] = f"{facts['acceptance']:.1%}, held-out, temperature 1"
         publish(target, options.preset, model, shipped, tokenizer, facts,
                 dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT), introduction=INTRODUCTION,
@@ -105,7 +109,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return f"{bits:.4f} held-out bits per byte"
 
     return Recipe(
-        model.init_params(jax.random.key(options.seed)), NextTokens(model, options.dtype, teacher, options.mix), batch,
-        lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: guide,
+        model.init_params(jax.random.key(options.seed)), NextTokens(
+            model, options.dtype, teacher, options.mix, reference, options.keep), batch,
+        lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: (guide, learned),
         # windows of the whole context take about a fifth longer for the same number of tokens
         shardings=shardings, decay_pace=1.2)

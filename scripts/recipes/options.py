@@ -119,6 +119,9 @@ class Options:
                          choices=("float32", "bfloat16"))
     teacher: str | None = _option("directory of a model to distil from; its tokenizer is used", only="lm")
     mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm")
+    reference: str | None = _option("directory of a model of the same size that was distilled before; the KL then "
+                                    "counts only where the model can still learn (AdaSPEC)", only="lm")
+    keep: float = _option("share of the tokens that counts with --reference", 0.4, "lm")
     corpus: Path | None = _option("directory of .py files (default: this interpreter's standard library)",
                                   only="lm diffusion drafter")
     optimizer: str | None = _option("muon moves kernels by orthogonalised momentum", only="diffusion",
@@ -163,6 +166,10 @@ class Options:
             raise ValueError(f"preset: got {preset!r}; it takes one of {', '.join(known)}")
         if not 0 <= self.mix <= 1:
             raise ValueError(f"mix: got {self.mix}; it takes the share of the teacher's KL in the loss, 0 to 1")
+        if self.reference is not None and self.teacher is None:
+            raise ValueError(f"reference: got {self.reference!r} without a teacher; it takes None")
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep: got {self.keep}; it takes a share of the tokens, above 0 and at most 1")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
         made = known[preset]

@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sysconfig
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -213,6 +213,41 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(run, tokenizer, o
     assert json.loads(facts.read_text())["acceptance"] > lm.overlap(model, model, weights, fresh, tokens).mean()
 
 
+def test_with_a_reference_the_divergence_counts_where_the_student_is_furthest_behind_it():
+    """AdaSPEC's rule, in NumPy."""
+    logits = {name: jax.random.normal(jax.random.key(i), (2, 10, 7))
+              for i, name in enumerate(("own", "teacher", "ref"))}
+
+    @dataclass(frozen=True)
+    class Table:
+        name: str
+
+        def forward(self, params, tokens):
+            return logits[self.name] * params
+
+    loss = lm.NextTokens(Table("own"), "float32", Table("teacher"), 0.8, Table("ref"), 0.4)
+    batch = jnp.asarray(np.random.default_rng(0).integers(0, 7, (2, 11)), jnp.int32)
+    found, scalars = loss(jnp.float32(1), batch, (jnp.float32(1), jnp.float32(1)))
+    p, q, r = (np.asarray(jax.nn.log_softmax(logits[name]), np.float64) for name in ("teacher", "own", "ref"))
+    own, ref = ((np.exp(p) * (p - x)).sum(-1).ravel() for x in (q, r))
+    chosen = np.argsort(own - ref)[-8:]             # 0.4 of 20
+    truth = -np.take_along_axis(q, np.asarray(batch)[:, 1:, None], 2).mean()
+    assert float(found) == pytest.approx(0.8 * own[chosen].mean() + 0.2 * truth, rel=1e-5)
+    assert float(scalars["cross_entropy"]) == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_reference_trains_the_student_too(run, options, tmp_path):
+    teacher = str(options.output / "model")
+    taught = replace(options, output=tmp_path / "first", teacher=teacher, mix=1.0, seed=1)
+    program.train(taught, console=QUIET)
+    again = replace(taught, output=tmp_path / "second", reference=str(tmp_path / "first" / "model"), seed=2)
+    program.train(again, console=QUIET)
+    losses = [e["loss"] for e in metrics(again.output) if "loss" in e]
+    assert losses[-1] < losses[0]
+    assert "on the 40% of the tokens that can be learned" in (again.output / "model" / "README.md").read_text()
+
+
 @pytest.mark.full
 def test_bfloat16_trains_too(options, tmp_path):
     half = program.train(replace(options, output=tmp_path, dtype="bfloat16"), console=QUIET)
@@ -246,6 +281,8 @@ def test_the_export_gives_the_same_logits_in_decodax_and_transformers(run, token
     ({"dtype": "float8"}, "dtype: got 'float8'"),
     ({"mix": 1.5}, "mix: got 1.5"),
     ({"decay_from": 3}, "decay_from: got 3"),
+    ({"reference": "x"}, "reference: got 'x' without a teacher"),
+    ({"keep": 0.0}, "keep: got 0.0"),
 ])
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
