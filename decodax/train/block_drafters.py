@@ -66,11 +66,8 @@ class AnchoredBlocks:
         tokens = batch[:, :-1]
         B, T = tokens.shape
         target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
-        # anchors follow from the tokens, so that a run that is resumed draws the same ones
-        mixed = tokens.astype(jnp.uint32) * (jnp.arange(T, dtype=jnp.uint32) * 2 + jnp.uint32(0x9E3779B1))
-        key = jax.random.key(mixed.sum().astype(jnp.uint32))
         usable = jnp.broadcast_to((jnp.arange(T) >= 1) & (jnp.arange(T) < T - 1), (B, T))
-        anchors, begun = random_anchors(key, usable, self.anchors)
+        anchors, begun = random_anchors(key_of(tokens), usable, self.anchors)
         weights = jax.lax.stop_gradient(extra)
         blocks = blocks_at(self.head, cast(params, self.dtype), features.astype(self.dtype), tokens, anchors,
                            lambda x: embeddings(self.target, weights, x).astype(self.dtype),
@@ -97,12 +94,20 @@ class AnchoredBlocks:
         return loss, {"loss": loss, **scalars}
 
 
+def key_of(tokens: Array) -> Array:
+    """Returns a random key that follows from a batch `i32[B, T]`, so that a run that is resumed draws the same places
+    in it."""
+    mixed = tokens.astype(jnp.uint32) * (jnp.arange(tokens.shape[1], dtype=jnp.uint32) * 2 + jnp.uint32(0x9E3779B1))
+    return jax.random.key(mixed.sum().astype(jnp.uint32))
+
+
 @partial(jax.jit, static_argnames="objective")
-def block_acceptances(objective: AnchoredBlocks, weights: Tree, params: Tree, tokens: Array) -> Array:
+def block_acceptances(objective: Any, weights: Tree, params: Tree, tokens: Array) -> Array:
     """Returns the mean acceptance of each draft of a block at temperature 1, `f32[K]`, on texts `i32[B, T]`, if all
-    drafts before it are the text's. `weights` are the target's."""
+    drafts before it are the text's. `objective` has `steps` and logs the acceptance of each, `weights` are the
+    target's."""
     scalars = objective(params, jnp.pad(tokens, ((0, 0), (0, 1))), weights)[1]
     return jnp.stack([scalars[f"accepted_{k + 1}"] for k in range(objective.steps)])
 
 
-__all__ = ["AnchoredBlocks", "block_acceptances"]
+__all__ = ["AnchoredBlocks", "block_acceptances", "key_of"]

@@ -22,6 +22,7 @@ from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -29,6 +30,7 @@ from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
+from decodax.train.prompt_tokens import InsertedPrompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,9 @@ def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
                                       target_vocab=c.vocab, **settings)
 
 
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts
+"""The losses of drafters."""
+
 BLOCK_LOSS = "0.9*tv+0.1*hard"
 
 SYSTEMS = {
@@ -106,6 +111,7 @@ SYSTEMS = {
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
         (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
+    "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
     "dflash": DrafterSystem(_block(), 7, "hard"),
     "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
     "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),
@@ -117,7 +123,7 @@ SYSTEMS = {
 
 
 def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: int | None = None,
-                 loss: str | None = None, dtype: str = "float32") -> Unrolled | AnchoredBlocks:
+                 loss: str | None = None, dtype: str = "float32") -> Objective:
     """Returns the objective of a drafter for a target; it holds the network (`Unrolled.head`).
 
     Args:
@@ -142,6 +148,9 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
         return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
+    if isinstance(head, PromptTokensHead):
+        head = dataclasses.replace(head, count=drafts or own.drafts)
+        return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:
         raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")
@@ -149,7 +158,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
                     chosen, dtype)
 
 
-def first_weights(objective: Unrolled | AnchoredBlocks, lm: Any, key: jax.Array) -> Weights:
+def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
     """Returns the weights with which training starts: random, but those that the target's last layer, final norm or
     vocabulary matrix have in the same place and shape are copied from it."""
     head = objective.head

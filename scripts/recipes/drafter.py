@@ -18,15 +18,13 @@ from tokenizers import Tokenizer
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.heads import HeadWeights, TrainedHead
-from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads import drafting_source
 from decodax.algorithms.speculative.trees import Chain
 from decodax.io.drafters import TrainedDrafter, save_drafter
-from decodax.models.drafters.block import BlockHead
 from decodax.train import corpus, loop
-from decodax.train.block_drafters import AnchoredBlocks, block_acceptances
+from decodax.train.block_drafters import block_acceptances
 from decodax.train.drafter_systems import SYSTEMS, first_weights, objective_of
-from decodax.train.drafters import acceptances, expected_tokens, frequent_tokens
+from decodax.train.drafters import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
 from recipes.options import Options
 from recipes.run import Recipe
@@ -94,7 +92,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     table = None if ids is None else jnp.asarray(ids)
 
     def accepted(params: Any) -> np.ndarray:
-        if isinstance(objective, AnchoredBlocks):
+        if not isinstance(objective, Unrolled):
             return np.asarray(block_acceptances(objective, weights, params, loop.place_batch(windows, mesh)))
         return np.asarray(acceptances(lm.model, objective.head, weights, params, loop.place_batch(windows, mesh),
                                       objective.steps, table))
@@ -128,9 +126,6 @@ def tokens_a_forward(lm: Any, drafter: TrainedDrafter, held: np.ndarray, drafts:
     """Returns the mean number of tokens of a round on held-out text, in a chain of `drafts`."""
     starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
     prompts = [held[start:start + PROMPT].tolist() for start in starts]
-    block = isinstance(drafter.head, BlockHead)
-    source = block_draft(lm, drafter, drafter.system) if block else TrainedHead(
-        lm, drafter.head, HeadWeights(drafter.params, drafter.ids))
     out = dx.generate(lm, prompts, max_new_tokens=NEW, temperature=temperature, eos_token_id=[],
-                      algorithm=Speculative(source, shape=Chain(drafts)))
+                      algorithm=Speculative(drafting_source(lm, drafter), shape=Chain(drafts)))
     return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds))

@@ -35,7 +35,10 @@ _TINY = {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp": 64}
 _SHORT = dict(batch=16, peak=1e-2, warmup=5, minutes=0.2)
 
 STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
-"""Drafters of small heads without attention, which learn with a higher rate."""
+"""Drafters of small heads without attention."""
+
+PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
+"""Learning rates of drafters, where not 1e-3."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "lm": {
@@ -65,9 +68,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "numerals": {"numerals": Preset(
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
-                                    peak=2e-3 if system in STACKED else 1e-3))
-                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, "dflash", "dspark", "domino", "dflash2",
-                               "xpress", "jetspec")},
+                                    peak=PEAKS.get(system, 1e-3)))
+                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, "ppd", "dflash", "dspark", "domino",
+                               "dflash2", "xpress", "jetspec")},
 }
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -49,7 +49,8 @@ class Grown(AroundSource, Draft):
         source = fitted(self.source, policy.vocab_size)
         proposal, state, nodes = grow(self.form, Grower(source, params, policy, s, drawn), state)
         begun = self.source.begin(params, s, state, proposal, nodes)
-        return proposal.replace(begun=begun), self.source.place(state, nodes)
+        probes = self.source.probes(params, s, state, proposal)
+        return proposal.replace(begun=begun, probes=probes), self.source.place(state, nodes)
 
 
 @dataclasses.dataclass(frozen=True)

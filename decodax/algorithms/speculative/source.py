@@ -16,7 +16,7 @@ from jax import Array, lax
 from decodax.algorithms.speculative.contracts import answered
 from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
 from decodax.algorithms.speculative.nodes import Answer, Children, Level
-from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.algorithms.speculative.tree import Drawn, Probes, Proposal
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature
@@ -90,6 +90,11 @@ class Source(Drafter, abc.ABC):
         sources that run the target's own first layers; None: none. `slots` are those of `place`."""
         return None
 
+    def probes(self, params: Params, s: State, state: Any, proposal: Proposal) -> Probes | None:
+        """Returns nodes that the target scores beside the tree that was grown, for sources that learn from them; None:
+        none."""
+        return None
+
 
 class SourceAround(AroundSource, Source):
     """Base class of sources that wrap another source. The state is a struct whose field `source` is the state of the
@@ -109,6 +114,9 @@ class SourceAround(AroundSource, Source):
 
     def place(self, state: Any, slots: Array) -> Any:
         return state.replace(source=self.source.place(state.source, slots))
+
+    def probes(self, params: Params, s: State, state: Any, proposal: Proposal) -> Probes | None:
+        return self.source.probes(params, s, state.source, proposal)
 
 
 PLACES, RANKS = 1 << 16, 1 << 8

@@ -34,11 +34,13 @@ class Probes(Struct):
         tokens: `i32[B, P]`, their tokens.
         offset: `i32[B or 1, P]`, their positions minus that of the newest token.
         sees: `bool[B or 1, P, 1 + N + P]`, window nodes to which each attends: newest token, drafts, probes.
+        embeddings: `f[B or 1, P, D]`, vectors in place of the embeddings of their tokens; None: there are none.
     """
 
     tokens: Array
     offset: Array
     sees: Array
+    embeddings: Array | None = None
 
 
 @struct
@@ -157,9 +159,14 @@ def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: 
     above = jnp.broadcast_to(jnp.concatenate([t.sees, jnp.zeros((*t.sees.shape[:2], P), bool)], 2),
                              (rows, t.size, t.size + P))
     mask = jnp.concatenate([above, jnp.broadcast_to(probes.sees, (rows, P, t.size + P))], 1)
+    vectors, embedded = probes.embeddings, None
+    if vectors is not None:
+        vectors = jnp.pad(jnp.broadcast_to(vectors, (B, *vectors.shape[1:])), ((0, 0), (t.size, 0), (0, 0)))
+        embedded = jnp.broadcast_to(np.arange(t.size + P) >= t.size, (B, t.size + P))
     return Window(tokens=jnp.concatenate([t.tokens, probes.tokens.astype(jnp.int32)], 1),
                   positions=jnp.concatenate([start + t.depth, start + probes.offset], 1), mask=mask,
-                  live=jnp.concatenate([live, jnp.broadcast_to(running[:, None], (B, P))], 1))
+                  live=jnp.concatenate([live, jnp.broadcast_to(running[:, None], (B, P))], 1),
+                  embeddings=vectors, embedded=embedded)
 
 
 def path_to(t: Tree, node: Array) -> Array:

@@ -15,8 +15,10 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     mlp_speculator,
     mtp,
     p_eagle,
+    ppd,
     xpress,
 )
+from decodax.algorithms.speculative.heads.drafting import drafting_source
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
 
-__all__ = ["HeadWeights", "TrainedHead", "trained"]
+__all__ = ["HeadWeights", "TrainedHead", "drafting_source", "trained"]

@@ -1,0 +1,23 @@
+"""Chooses the source of drafts for a trained drafter, by its network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads.ppd import prompt_tokens
+from decodax.algorithms.speculative.heads.source import trained
+from decodax.algorithms.speculative.source import Source
+from decodax.io.drafters import TrainedDrafter
+from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.prompt_tokens import PromptTokensHead
+
+
+def drafting_source(lm: Any, drafter: TrainedDrafter) -> Source:
+    """Returns the source that drafts with a trained drafter for a target, a result of `decodax.load`.
+
+    Raises:
+        ValueError: the drafter does not fit the target.
+    """
+    make: Any = {BlockHead: block_draft, PromptTokensHead: prompt_tokens}.get(type(drafter.head), trained)
+    return make(lm, drafter, drafter.system)

@@ -1,0 +1,94 @@
+"""Prompt tokens: drafting computes what training computes, and both what the target computes after the text alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.algorithms.plain import Autoregressive
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.heads import HeadWeights
+from decodax.algorithms.speculative.heads.ppd import PromptTokens
+from decodax.algorithms.speculative.trees import Chain, Fixed
+from decodax.core import drivers
+from decodax.core.window import causal
+from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.train.prompt_tokens import InsertedPrompts, inserted
+from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
+
+K = 3
+SHAPES = {"chain": Chain(K), "tree": Fixed.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])}
+MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
+
+
+@functools.cache
+def drafter():
+    head = PromptTokensHead((), VOCABULARY, width=16, count=K)
+    weights = {"prompts": jax.random.normal(jax.random.key(7), (K, 16))}
+    return PromptTokens(model("llama")[0], head, vocab_size=VOCABULARY), HeadWeights(weights)
+
+
+def alone(tokens):
+    """The target's hidden states at prompt tokens after a text, `f[K, D]`: the text and they are a causal window."""
+    network, weights = model("llama")
+    prompt = drafter()[1].head["prompts"]
+    T = len(tokens)
+    w = causal(jnp.asarray([[*tokens, *[0] * K]], jnp.int32), jnp.zeros(1, jnp.int32))
+    w = w.replace(embeddings=jnp.pad(prompt[None], ((0, 0), (T, 0), (0, 0))), embedded=jnp.arange(T + K)[None] >= T)
+    return network.apply(weights, w, network.init_cache(1, 0)).hidden[0, T:]
+
+
+@pytest.mark.wide(but=("tree",))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_output_is_plain_decodings_and_guesses_are_those_of_the_text_alone(shape):
+    source, weights = drafter()
+    alg = Speculative(source, shape=SHAPES[shape])
+    assert texts(decode(alg, "llama", prompts(5), MIXED, eos=[1], draft=weights)) == texts(
+        decode(Autoregressive(), "llama", prompts(5), MIXED, eos=[1]))
+    network, params, chain, s = start(alg, "llama", prompts(5), MIXED, new=30, draft=weights)
+    s = drivers.advance(alg, network, params, chain, s, jnp.int32(6))
+    assert np.asarray(s.running).all() and np.asarray(s.stats.accepted).any()
+    for row, n in enumerate(np.asarray(s.length)):
+        # the newest token is not processed yet: the prompt tokens stand after the one before it
+        np.testing.assert_allclose(s.algo[0].hidden[row], alone(s.tokens[row, :n - 1].tolist()), atol=2e-5, rtol=1e-5)
+
+
+def test_training_inserts_prompt_tokens_at_many_places_as_if_alone():
+    network, weights = model("llama")
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, (2, 12)), jnp.int32)
+    places = jnp.asarray([[0, 5, 10], [2, 3, 11]], jnp.int32)
+    prompt = drafter()[1].head["prompts"]
+    out = network.apply(weights, inserted(tokens, places, prompt), network.init_cache(2, 0))
+    whole = network.apply(weights, causal(tokens, jnp.zeros(2, jnp.int32)), network.init_cache(2, 0))
+    np.testing.assert_allclose(out.hidden[:, :12], whole.hidden, atol=1e-5)
+    for row in range(2):
+        for i, place in enumerate(np.asarray(places[row])):
+            np.testing.assert_allclose(out.hidden[row, 12 + i * K:12 + (i + 1) * K],
+                                       alone(tokens[row, :place + 1].tolist()), atol=2e-5, rtol=1e-5)
+
+
+def test_the_loss_compares_each_prompt_token_with_the_target_where_it_predicts_the_same_token():
+    network, weights = model("llama")
+    tokens = np.random.default_rng(5).integers(0, VOCABULARY, (2, 9))
+    objective = InsertedPrompts(network, drafter()[0].head, places=99, decay=0.5)
+    prompt = drafter()[1].head
+    found, scalars = objective(prompt, jnp.asarray(tokens, jnp.int32), weights)
+    truth = jax.nn.log_softmax(network.apply(weights, causal(jnp.asarray(tokens[:, :-1]), jnp.zeros(2, jnp.int32)),
+                                             network.init_cache(2, 0)).logits())
+    project = lambda x: jax.nn.log_softmax(network.logits(weights, x[None])[0])
+    each = [[] for _ in range(K)]
+    for row in range(2):
+        for place in range(6):              # of 8 positions, those with a prediction to compare with at depth 0
+            own = project(alone(tokens[row, :place + 1].tolist()))
+            for j in range(K):
+                if place + 1 + j < 8:
+                    p, q = truth[row, place + 1 + j], own[j]
+                    each[j].append([float((jnp.exp(p) * (p - q)).sum()),
+                                    float(jnp.minimum(jnp.exp(p), jnp.exp(q)).sum())])
+    mean = np.asarray([np.mean(x, 0) for x in each])
+    assert float(found) == pytest.approx((mean[:, 0] * [1, 0.5, 0.25]).sum() / 1.75, rel=1e-4)
+    assert [float(scalars[f"accepted_{j + 1}"]) for j in range(K)] == pytest.approx(mean[:, 1].tolist(), rel=1e-4)
+    slope = jax.grad(lambda p: objective(p, jnp.asarray(tokens, jnp.int32), weights)[0])(prompt)["prompts"]
+    assert np.isfinite(slope).all() and (np.abs(slope).max(1) > 0).all()
