@@ -8,10 +8,12 @@ import pytest
 
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative, fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
+from decodax.algorithms.speculative.adaptive.fit_sequoia import fit_acceptance, fit_sequoia
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.adaptive.measure import measure
 from decodax.algorithms.speculative.drafts import DraftModel, NGramModel, Stand
 from decodax.algorithms.speculative.trees import Fixed
+from decodax.algorithms.speculative.trees.sequoia import sequoia_tree
 from decodax.io.load import LM
 from tests.laws.cases import VOCABULARY, model
 
@@ -55,3 +57,24 @@ def test_samples_between_two_multiples_are_fitted(fit: str) -> None:
 def test_rounds_are_measured_at_any_length() -> None:
     assert len(measure(NETWORK, WEIGHTS, [Speculative(NGramModel(VOCABULARY))], length=300, vocab_size=VOCABULARY,
                        repeats=1, rounds=1)) == 1
+
+
+@pytest.mark.wide
+def test_sequoias_acceptance_is_measured_for_each_rank_and_gives_its_tree() -> None:
+    draft, samples = DraftModel(NETWORK, WEIGHTS), [sample(9), sample(4), sample(12)]
+    assert fit_acceptance(LLAMA, draft, samples, 3, max_new_tokens=16, temperature=1.0) == (1, 0, 0)
+    chain = fit_sequoia(LLAMA, draft, samples, 5, length=5, ranks=3, max_new_tokens=16, temperature=1.0)
+    assert chain.is_chain and chain.length == 5
+    table = NGramModel(VOCABULARY, order=2)
+    found = fit_acceptance(LLAMA, table, samples, 4, max_new_tokens=32, temperature=1.5)
+    assert 0 < found[0] < 1 and sum(found) < 1
+    tree = fit_sequoia(LLAMA, table, samples, 6, ranks=4, max_new_tokens=32, temperature=1.5)
+    assert tree == sequoia_tree(found, 6, 8)
+    with pytest.raises(ValueError, match=r"sizes: got \(1,\), takes one or more numbers of at least 2"):
+        fit_sequoia(LLAMA, table, samples, sizes=[1])
+
+
+@pytest.mark.full
+def test_the_size_of_sequoias_tree_follows_from_measured_times() -> None:
+    tree = fit_sequoia(LLAMA, NGramModel(VOCABULARY, order=2), [sample(9)], sizes=(2, 4), ranks=3, max_new_tokens=NEW)
+    assert len(tree.paths) in (2, 4)

@@ -3,8 +3,8 @@ Speculative Decoding", Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen, 2024
 
 If the k-th child of any node is accepted with probability p_k, the expected number of accepted drafts of a tree is the
 sum over its nodes of the product of p down to them. A dynamic program over (size, depth, children) finds the best tree
-of a given size. `sequoia_for` also chooses size and depth, by given times. This module measures neither probabilities
-nor times.
+of a given size. `sequoia_for` also chooses size and depth, by given times. `decodax.train.fit_sequoia` measures
+probabilities and times.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft:
                      "Chen et al. 2024", family="speculative-tree", needs="a draft model",
                      guarantee="distribution-exact")
 def sequoia(draft: Any, acceptance: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04), nodes: Count = 24,
-            length: Count | None = 8) -> Speculative:
+            length: Count | None = 8, shape: Fixed | None = None) -> Speculative:
     """Drafts the tree with the largest expected number of tokens for given probabilities of acceptance, found by
     dynamic programming.
 
-    The probabilities are not measured; the default is a typical example. `sequoia_tree` makes only the tree, and
-    `sequoia_for` also chooses its size.
+    The default probabilities are a typical example. `dx.train.fit_sequoia` measures those of your models and the times
+    of your machine, and returns the tree for `shape`.
 
     Args:
         draft: the draft model.
@@ -98,8 +98,9 @@ def sequoia(draft: Any, acceptance: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04),
             children.
         nodes: number of drafts.
         length: largest number of drafts on a path; None: no limit.
+        shape: the tree, in place of the one that follows from the other options; None: that one.
     """
-    return Speculative(DraftModel(draft), MultiRound(), sequoia_tree(acceptance, nodes, length))
+    return Speculative(DraftModel(draft), MultiRound(), shape or sequoia_tree(acceptance, nodes, length))
 
 
 class _Table:
