@@ -24,8 +24,9 @@ from tests.laws.cases import lm, prompts, texts
 from tests.matrix import often
 from tests.small_models import net
 
-LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache")
-"""What drafts with some of the target's layers, or on another cache of it."""
+LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
+           "pard")
+"""What drafts with some of the target's layers, or on another cache of it, or reads hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
 
@@ -43,6 +44,7 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
            "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
+           "pard": dict(mask=5, length=3),
            "knn-ssd": dict(domains=SAMPLES), "reflective-verification": dict(probe=(5, 6)),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
@@ -94,6 +96,7 @@ DEGENERATE = {
     "greedy-verification": dict(), "blockwise-top-k": dict(k=1), "blockwise-distance": dict(epsilon=0),
     "aggressive-decoding": dict(beta=1), "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
     "reflective-verification": dict(alpha=0.0), "improved-mcsd": dict(verify=EXACT),
+    "blockwise-parallel": dict(verify=EXACT),
     "quantspec": dict(group=64), "specache": dict(residual_length=64), "fastcot": dict(cut=500)}
 """Options with which an approximate rule comes to plain decoding, or of those in `LIKELIEST` to greedy decoding."""
 LIKELIEST = ("greedy-verification", "blockwise-top-k", "blockwise-distance", "aggressive-decoding",

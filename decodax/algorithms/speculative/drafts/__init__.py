@@ -13,6 +13,7 @@ from decodax.algorithms.speculative.drafts.model import pearl, speculative_decod
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.improved_mcsd import TargetRooted
+from decodax.algorithms.speculative.drafts.model.pard import MaskedDrafts
 from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.drafts.model.specinfer import Merged
 from decodax.algorithms.speculative.drafts.model.staged import Staged
@@ -52,6 +53,7 @@ __all__ = [
            "KNNSkip",
            "LayerSkip",
            "Lookahead",
+           "MaskedDrafts",
            "Merged",
            "NGram",
            "NGramModel",

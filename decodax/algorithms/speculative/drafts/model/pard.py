@@ -1,0 +1,120 @@
+"""PARD: a draft model that was tuned to predict all drafts of a round in one pass, at mask tokens behind the text
+("PARD: Accelerating LLM Inference with Low-Cost Parallel Draft Model Adaptation", An et al., 2025).
+
+The draft model reads the tokens of the last round and `K - 1` masks behind them; the output at the `i`-th mask is a
+draft of the token `i + 1` places after the newest one, whatever is drafted between. Mask tokens never enter its cache.
+It is an ordinary language model, so one serves all targets with its tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel, catch_up
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.heads.source import spread
+from decodax.algorithms.speculative.source import Answer, Level, Shape
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Whole
+from decodax.common.registry import ALGORITHMS
+from decodax.common.struct import short
+from decodax.core.state import State
+from decodax.core.types import Decision, Out, Params, logits_of
+from decodax.core.window import Window, causal, take
+from decodax.io.files import read_json
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDrafts(DraftModel):
+    """Drafts with one pass of a draft model over mask tokens (An et al., 2025).
+
+    Attributes:
+        drafts: number of drafts `K`, the largest number on a path. The published models were trained with 8.
+        mask: the mask token's id.
+
+    The others are those of `DraftModel`.
+
+    Raises:
+        ValueError: `drafts` or `chunk` is below 1, or the mask is no token of the draft model.
+    """
+
+    __repr__ = short
+
+    drafts: int = 8
+    mask: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drafts < 1:
+            raise ValueError(f"drafts: got {self.drafts}, takes at least 1")
+        if self.mask < 0 or (self.reads is not None and self.mask >= self.reads):
+            raise ValueError(f"mask: got {self.mask}, takes the id of a token of the draft model, which has "
+                             f"{self.reads}")
+
+    @property
+    def longest(self) -> int:
+        return self.drafts
+
+    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:
+        K = self.drafts
+        newest = K + 1          # as many tokens as a round may have made
+        cache = catch_up(self.fitted, params.draft, s, state.cache, self.chunk, newest)
+        positions = s.length[:, None] - newest + jnp.arange(newest + K - 1, dtype=jnp.int32)
+        text = jnp.take_along_axis(s.tokens, jnp.clip(positions, 0, s.tokens.shape[1] - 1), 1)
+        behind = jnp.arange(newest + K - 1) >= newest
+        live = ((positions >= cache.length[:, None]) & (positions >= 0) | behind) & s.running[:, None]
+        window = causal(jnp.where(behind, self.mask, text), s.length - newest, live)
+        out = self.fitted.apply(params.draft, window, cache)
+        # the slots must depend on the forward, or XLA on CPU copies the cache to protect its readers
+        kept = live & ~behind & jnp.isfinite(out.hidden).all(-1)
+        cache = cache.commit(out.entries, jnp.where(kept, positions, -1))
+        hidden = out.hidden[:, newest - 1:]
+        return Drafting(cache=cache, hidden=hidden), Answer(self._logits(params, hidden[:, :1]), hidden[:, :1])
+
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Drafting, Answer]:
+        depth = jnp.minimum(level.positions - s.length[:, None] + 1, self.drafts - 1)
+        hidden = take(state.hidden, depth)
+        one = lambda: jnp.broadcast_to(first := self._logits(params, hidden[:, :1]), (*depth.shape, first.shape[-1]))
+        return state, Answer(lax.cond((depth == depth[:, :1]).all(), one, lambda: self._logits(params, hidden)), hidden)
+
+    def place(self, state: Any, slots: Array) -> Drafting:
+        return state
+
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: Any) -> Drafting:
+        return Drafting(cache=state.cache)
+
+    def _logits(self, params: Params, hidden: Array) -> Array:
+        return spread(logits_of(self.model, params.draft, hidden), None, self.vocab_size)
+
+
+@ALGORITHMS.register("pard",
+                     "PARD: Accelerating LLM Inference with Low-Cost Parallel Draft Model Adaptation",
+                     "An et al. 2025", family="speculative-linear", needs="a draft model", guarantee="seed-exact")
+def pard(draft: Any, length: Count = 8, mask: Whole | None = None, shape: Shape | None = None,
+         verify: Verifier | None = None) -> Speculative:
+    """Drafts a chain in one pass of a draft model that was tuned to predict several tokens, at mask tokens.
+
+    The draft model is an ordinary one that `decodax.load` loads, such as those that the authors published; it serves
+    all targets with its tokenizer. A model that was not tuned drafts badly.
+
+    Args:
+        draft: the draft model.
+        length: number of drafts in a round; the published models were tuned for 8.
+        mask: id of the mask token; None: `pard_token` in the model's `config.json`.
+        shape: shape of the draft tree; None: a chain.
+        verify: the rule that accepts drafts; None: seed-exact.
+    """
+    if mask is None:
+        folder = getattr(draft, "directory", None)
+        config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+        mask = config.get("pard_token")
+        if mask is None:
+            raise ValueError("mask: the draft model's config.json has no pard_token, so the option takes the id of the "
+                             "token at which it was tuned to predict")
+    return Speculative(MaskedDrafts(draft, drafts=length, mask=mask), verify or SeedExact(), shape or Chain(length))
