@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.heads import drafting_source
-from decodax.algorithms.speculative.trees import Chain
+from decodax.algorithms.speculative.source import Shape
+from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.train import corpus, loop
 from decodax.train.block_drafters import block_acceptances
@@ -32,8 +33,14 @@ from recipes.run import Recipe
 EVAL_WINDOWS = 24
 """Held-out windows of an evaluation."""
 
+NODES = 24
+"""Drafts of the tree that the finished drafter is measured with, the most likely ones."""
+
 PROMPTS, PROMPT, NEW = 16, 64, 96
 """Held-out prompts that the finished drafter is measured on, their tokens, and the tokens that are decoded."""
+
+ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
+"""The registry entry that takes the drafter of a method, where it has another name."""
 
 CARD = """---
 license: apache-2.0
@@ -41,7 +48,7 @@ tags: [python, jax, decodax, speculative-decoding]
 ---
 # {name}
 
-A drafter of the method `{system}` for `{target}`: `dx.generate("{target}", prompt, algorithm="{system}")`.
+A drafter of the method `{system}` for `{target}`: `dx.generate("{target}", prompt, algorithm="{entry}")`.
 
 | | |
 |---|---|
@@ -51,6 +58,7 @@ A drafter of the method `{system}` for `{target}`: `dx.generate("{target}", prom
 | accepted by depth, held-out, temperature 1 | {accepted} |
 | tokens a forward, chain of {drafts}, held-out code, greedy | {greedy} |
 | tokens a forward, chain of {drafts}, held-out code, temperature 1 | {sampled} |
+| tokens a forward, tree of {nodes}, held-out code, greedy | {tree} |
 | hardware | {hardware} |
 | training time | {minutes:.0f} minutes |
 
@@ -106,15 +114,18 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         one = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
         made = TrainedDrafter(options.system, objective.head, one, table, target.name)
         drafts = min(4, objective.head.longest or 4)
-        figures = {name: round(tokens_a_forward(lm, made, held, drafts, temperature), 3)
-                   for name, temperature in (("greedy", 0.0), ("sampled", 1.0))}
+        measured = {"greedy": (Chain(drafts), 0.0), "sampled": (Chain(drafts), 1.0),
+                    "tree": (ConfidenceTree(NODES, objective.head.longest or 6, 6), 0.0)}
+        figures = {name: round(tokens_a_forward(lm, made, held, *how), 3) for name, how in measured.items()}
         by_depth = [round(float(x), 4) for x in accepted(exact)]
         data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
         facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **figures}
         save_drafter(target, made, facts={"training": facts})
+        told = {**facts, "accepted": ", ".join(map(str, by_depth)),
+                "entry": ENTRIES.get(options.system, options.system)}
         (target / "README.md").write_text(CARD.format(
-            name=f"{Path(options.target).stem}-{options.system}", data=data, **{**facts, "accepted": ", ".join(
-                map(str, by_depth))}, minutes=60 * facts["hours"], prompts=PROMPTS, prompt=PROMPT, new=NEW))
+            name=f"{Path(options.target).stem}-{options.system}", data=data, **told, minutes=60 * facts["hours"],
+            prompts=PROMPTS, prompt=PROMPT, new=NEW, nodes=NODES))
         return f"{figures['greedy']} tokens a forward on held-out code, greedy, in a chain of {drafts}"
 
     return Recipe(first_weights(objective, lm, jax.random.key(options.seed)), objective,
@@ -122,10 +133,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                   extra=lambda step: weights)
 
 
-def tokens_a_forward(lm: Any, drafter: TrainedDrafter, held: np.ndarray, drafts: int, temperature: float) -> float:
-    """Returns the mean number of tokens of a round on held-out text, in a chain of `drafts`."""
+def tokens_a_forward(lm: Any, drafter: TrainedDrafter, held: np.ndarray, shape: Shape, temperature: float) -> float:
+    """Returns the mean number of tokens of a round on held-out text, with drafts of a shape."""
     starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
     prompts = [held[start:start + PROMPT].tolist() for start in starts]
     out = dx.generate(lm, prompts, max_new_tokens=NEW, temperature=temperature, eos_token_id=[],
-                      algorithm=Speculative(drafting_source(lm, drafter), shape=Chain(drafts)))
+                      algorithm=Speculative(drafting_source(lm, drafter), shape=shape))
     return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds))

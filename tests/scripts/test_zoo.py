@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 
 import decodax as dx
 import decodax.models
+from decodax.algorithms.speculative.heads import drafting_source
 from decodax.io.checkpoint import load_diffusion, load_model
+from decodax.io.drafters import is_drafter
 from decodax.train import corpus as data
 from decodax.train import language_model as lm
 from decodax.train import masked_diffusion as dt
@@ -19,7 +21,8 @@ from recipes import diffusion, recall
 from recipes.problems import TASKS
 
 ZOO = Path(next(iter(decodax.models.__path__))) / "zoo"
-NAMES = sorted(p.name for p in ZOO.iterdir() if p.is_dir())
+DRAFTERS = sorted(p.name for p in ZOO.iterdir() if is_drafter(p))
+NAMES = sorted(p.name for p in ZOO.iterdir() if p.is_dir() and p.name not in DRAFTERS)
 TEXT = [name for name in NAMES if name.startswith("pycode")]
 AUTOREGRESSIVE = [name for name in TEXT if load_diffusion(ZOO / name) is None]
 
@@ -127,6 +130,35 @@ def test_answers_on_long_texts_are_near_the_card(task):
     share = json.loads((ZOO / "recall" / "training.json").read_text())["accuracy"][task]["512"]
     found = recall.accuracy(model, weights, task, 8, 512, seed=2)
     assert abs(found - share) <= 3 * (share * (1 - share) / 8) ** 0.5 + 1 / 8
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_card_of_a_drafter_names_its_target_data_figures_and_command(name):
+    card = (ZOO / name / "README.md").read_text()
+    facts = json.loads((ZOO / name / "config.json").read_text())["training"]
+    assert name == f"{Path(facts['target']).stem}-{facts['system']}"
+    for words in (f"# {name}", facts["command"], facts["hardware"], "CPython 3.", "PSF-2.0",
+                  f"{facts['steps']:,} steps", f"{facts['parameters']:,}", ", ".join(map(str, facts["accepted"])),
+                  f"greedy | {facts['greedy']} |", f"temperature 1 | {facts['sampled']} |",
+                  f"greedy | {facts['tree']} |"):
+        assert words in card, words
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_shipped_drafter_drafts_for_its_target_by_the_name_of_its_method(name, kept):
+    """Greedy in a chain on held-out code: plain decoding's tokens, in about as few forwards as the card says."""
+    facts = json.loads((ZOO / name / "config.json").read_text())["training"]
+    target = dx.load(facts["target"])
+    prompts = [target.tokenizer.encode(document.text)[:64] for document in kept]
+    options = dict(max_new_tokens=64, temperature=0.0, eos_token_id=[])
+    source = drafting_source(target, dx.load_drafter(name, target))
+    chain = dx.Speculative(source, shape=dx.trees.Chain(facts["drafts"]))
+    plain, out, named = (dx.generate(target, prompts, algorithm=algorithm, **options)
+                         for algorithm in (None, chain, {"hass": "eagle", "fastmtp": "mtp"}.get(
+                             facts["system"], facts["system"])))
+    assert np.array_equal(out.tokens, plain.tokens) and np.array_equal(named.tokens, plain.tokens)
+    assert out.stats.tokens.sum() / out.stats.rounds.sum() == pytest.approx(facts["greedy"], rel=0.25)
 
 
 FILLING = [name for name in NAMES if load_diffusion(ZOO / name) is not None]
