@@ -157,10 +157,12 @@ def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
     """Returns the draft model, or the trained drafter, that a method takes, from the argument `--draft`; None if it
     takes none, or the shipped one."""
     import decodax as dx
+    from decodax.io.drafters import is_drafter
 
-    if entry.needs == "a trained drafter":
-        return None if given == DRAFT else dx.load_drafter(given, lm)
-    return dx.load(given, mesh=mesh) if entry.takes_draft else None
+    if (given == DRAFT and not entry.takes_draft) or not entry.may_draft:
+        return None
+    trained = entry.needs == "a trained drafter" or is_drafter(given)
+    return dx.load_drafter(given, lm) if trained else dx.load(given, mesh=mesh)
 
 
 def flag(name: str) -> str:

@@ -17,7 +17,7 @@ from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
-from decodax.io.drafters import load_drafter
+from decodax.io.drafters import is_drafter, load_drafter
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
 
@@ -173,7 +173,8 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     algorithms run measurements when they are made."""
     draft = given.draft if draft is None else draft
     if isinstance(draft, (str, os.PathLike)):
-        draft = load_drafter(draft, lm) if given.entry.needs == "a trained drafter" else model(draft)
+        trained = given.entry.needs == "a trained drafter" or is_drafter(draft)
+        draft = load_drafter(draft, lm) if trained else model(draft)
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
     if draft is None and given.entry.takes_draft:

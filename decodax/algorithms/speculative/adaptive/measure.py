@@ -14,9 +14,9 @@ import numpy as np
 from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
 from decodax.algorithms.speculative.adaptive.automatic import Automatic
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
 from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.heads.drafting import drafting_source
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
@@ -109,8 +109,11 @@ def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[int, ...] = (2, 4
 
     Args:
         lm: the target.
-        draft: a draft model; None: prompt lookup.
-        lengths: draft lengths to choose from, beside plain decoding.
+        draft: a draft model, or a drafter from `decodax.load_drafter`; None: prompt lookup.
+        lengths: draft lengths to choose from, beside plain decoding. Of a drafter that predicts fewer tokens, its own
+            number takes the place of longer ones.
         batch: number of rows for which costs are measured.
     """
-    return automatic(lm, PromptLookup(max(lengths)) if draft is None else DraftModel(draft), lengths, batch=batch)
+    source = PromptLookup(max(lengths)) if draft is None else drafting_source(lm, draft)
+    longest = getattr(source, "longest", None)
+    return automatic(lm, source, [min(k, longest or k) for k in lengths], batch=batch)
