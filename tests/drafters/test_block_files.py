@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from decodax.io.drafters import load_drafter, save_drafter
 from decodax.io.drafters.dflash import read, shared_tables, sources
@@ -147,7 +148,7 @@ REFUSED = {
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_leaves_something_open_is_refused(name):
+def test_a_file_that_leaves_something_open_is_refused(name, tmp_path):
     config, changed, message = REFUSED[name]
     tensors = exported(block(), block().init_params(jax.random.key(0)))
     tensors = {key: x for key, x in {**tensors, **changed}.items() if x is not None}
@@ -156,6 +157,11 @@ def test_a_file_that_leaves_something_open_is_refused(name):
     answers = {"mask=": dict(mask=23), "layers=": dict(layers=[1, 4]), "sliding": dict(causal_sliding=True)}
     if name in answers:
         assert read(tensors, config, **answers[name])[0].mask == 23
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({key: np.asarray(x, np.float32) for key, x in tensors.items()}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path)
+        assert load_drafter(tmp_path, **answers[name]).head.mask == 23
 
 
 @pytest.mark.parametrize(("map_", "message"), [

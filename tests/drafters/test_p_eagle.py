@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from decodax import algorithms
 from decodax.core.window import causal
-from decodax.io.drafters import TrainedDrafter
+from decodax.io.drafters import TrainedDrafter, load_drafter
+from decodax.io.files import CheckpointError
 from decodax.models import llama
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.names import LLAMA
@@ -57,6 +59,29 @@ def test_logits_are_those_of_the_public_code():
     for last, wanted in zip(PUBLIC["anchors"], PUBLIC["logits"], strict=True):
         got = in_one_pass(head, weights, jnp.asarray(features), jnp.asarray(tokens), last)
         np.testing.assert_allclose(got, np.asarray(wanted, np.float32), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
+def test_its_published_layout_is_read(tmp_path):
+    config = llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=24, context=64, eps=1e-6)
+    entries = dict(architectures=["LlamaForCausalLMEagle3"], vocab_size=24, draft_vocab_size=24, hidden_size=16,
+                   num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=24,
+                   max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=config.layers[0].rope.theta,
+                   eagle_aux_hidden_state_layer_ids=[1, 3], mask_token_id=23)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    tensors = {name: np.asarray(x, np.float32) for name, x in given.tensors(PUBLIC["shapes"]).items()}
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    drafter = load_drafter(tmp_path, layer_ids="inputs")
+    assert drafter.system == "p-eagle" and drafter.head.mask == 23 and drafter.head.taps == (0, 2)
+    features, tokens = given.inputs(PUBLIC["positions"], PUBLIC["features"], 24)
+    head = dataclasses.replace(drafter.head, drafts=3)
+    for last, wanted in zip(PUBLIC["anchors"], PUBLIC["logits"], strict=True):
+        got = in_one_pass(head, drafter.params, jnp.asarray(features), jnp.asarray(tokens), last)
+        np.testing.assert_allclose(got, np.asarray(wanted, np.float32), atol=1e-5, rtol=1e-5)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in entries.items() if k != "mask_token_id"}))
+    with pytest.raises(CheckpointError, match=r"config\.json names no mask token, as mask_token_id or ptd_token_id"):
+        load_drafter(tmp_path, layer_ids="inputs")
 
 
 @pytest.mark.wide

@@ -17,6 +17,7 @@ from decodax.io.drafters.reading import placed
 from decodax.io.drafters.tensors import Tensors, taps
 from decodax.io.files import CheckpointError
 from decodax.models.config import DecoderConfig
+from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import read_config
 
@@ -45,7 +46,7 @@ def read_eagle(tensors: Tensors, dtype: Any) -> tuple[RecurrentHead, Any]:
 
 def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_ids: LayerIds | None = None,
                 feeds_back: FeedsBack | None = None) -> tuple[RecurrentHead, Any, np.ndarray | None]:
-    """Returns a head of EAGLE-3, its weights, and the target's token for each of its logits, or None.
+    """Returns a head of EAGLE-3 or P-EAGLE, its weights, and the target's token for each of its logits, or None.
 
     Args:
         tensors: the tensors of the file, with its `config.json`.
@@ -63,20 +64,34 @@ def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_id
     each, every = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
     wide = tensors["fc.weight"].shape[1] // len(read)
     own_table = "embed_tokens.weight" in tensors
-    head = RecurrentHead(
-        read, vocab, config=layers, feature_width=wide, project=True, own_head=True,
-        tap_norm="each" if each else "all" if every else None,
+    parallel = "mask_hidden" in tensors         # P-EAGLE, which feeds nothing back
+    settings: dict[str, Any] = dict(
+        config=layers, feature_width=wide, project=True, own_head=True, fuse="attention", own_table=own_table,
+        table_size=known, tap_norm="each" if each else "all" if every else None,
         norm_residual=bool(config.get("norm_before_residual", False)),
-        feeds_back=_feeds_back(tensors, feeds_back), fuse="attention", own_table=own_table, table_size=known)
+        feeds_back="before norm" if parallel else _feeds_back(tensors, feeds_back))
+    head = (ParallelHead(read, vocab, **settings, **_masks(tensors)) if parallel
+            else RecurrentHead(read, vocab, **settings))
     names = {"taps.kernel": "fc.weight", "embed_norm.scale": f"{mid}input_layernorm.weight",
              "state_norm.scale": f"{mid}hidden_norm.weight", "norm.scale": "norm.weight", "tap_norm.scale":
              "input_norm.weight", "lm_head.kernel": "lm_head.weight", "embed": "embed_tokens.weight",
              **{f"tap_norms.{i}.scale": f"fc_norm.{i}.weight" for i in range(len(read))},
-             **_layer_names("layers.", len(layers.layers))}
+             "mask_feature": "mask_hidden", **_layer_names("layers.", len(layers.layers))}
     if mid == "midlayer.":
         names = {where: name.replace("layers.0.", mid) for where, name in names.items()}
     ids = tensors.vocabulary(vocab, known)
     return head, placed(tensors, head, names, dtype), ids
+
+
+def _masks(tensors: Tensors) -> dict[str, int]:
+    """Returns the mask token and the number of drafts of a P-EAGLE head, whose mask feature becomes a vector."""
+    config = tensors.config
+    mask = next((config[key] for key in ("mask_token_id", "ptd_token_id") if config.get(key) is not None), None)
+    if mask is None:
+        raise CheckpointError(f"{tensors.name}: config.json names no mask token, as mask_token_id or ptd_token_id")
+    tensors.replace("mask_hidden", tensors["mask_hidden"].reshape(-1))
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return {"mask": int(mask), "drafts": int(methods[0].get("speculative_tokens") or 8)}
 
 
 def _layers(config: Json, vocab: int) -> DecoderConfig:

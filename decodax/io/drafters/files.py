@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import decodax.models
 from decodax.core.types import LayeredModel
 from decodax.io.drafters.eagle import FeedsBack, LayerIds
-from decodax.io.drafters.published import read_published
+from decodax.io.drafters.published import Reading, read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
@@ -104,10 +104,11 @@ def _found(path: str | os.PathLike[str]) -> Path:
 
 def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
-                 feeds_back: FeedsBack | None = None) -> TrainedDrafter:
+                 feeds_back: FeedsBack | None = None, layers: Sequence[int] | None = None, mask: int | None = None,
+                 causal_sliding: bool | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra, IBM's
-    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; DFlash, DSpark, Domino, DFlash2,
-    JetSpec and XPress).
+    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash, DSpark, Domino,
+    DFlash2, JetSpec and XPress).
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
@@ -117,10 +118,15 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         layer_ids: for EAGLE-3, whether the file's layers of the target are named by their "outputs" or their "inputs";
             None: as its producer does, if that is known.
         feeds_back: for EAGLE-3, the state that is fed back; None: as its producer does, if that is known.
+        layers: for block heads (DFlash and its successors), the target's layers whose outputs are read, counted from 0;
+            None: as the file says.
+        mask: for block heads, the mask token's id; None: as the file says.
+        causal_sliding: for block heads, True if layers with a sliding window see a block in order, False if they see
+            all of it; None: as the file says.
 
     Raises:
-        ValueError: the directory holds no drafter, a tensor is missing or has another shape, or the drafter does not
-            fit the target.
+        ValueError: the directory holds no drafter, a tensor is missing or has another shape, the file leaves open what
+            it means and the argument that says it is not given, or the drafter does not fit the target.
     """
     path = _found(directory)
     if not (path / "config.json").is_file():
@@ -132,7 +138,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
     else:
         depth = target.model.depth if target is not None and isinstance(target.model, LayeredModel) else None
-        made = TrainedDrafter(*read_published(path, kind, depth, layer_ids, feeds_back), str(directory))
+        how = Reading(depth, layer_ids, feeds_back, layers, mask, causal_sliding)
+        made = TrainedDrafter(*read_published(path, kind, how), str(directory))
     if target is not None:
         made.check(target)
         if target.mesh is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,26 @@ from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagl
 from decodax.io.drafters.reading import tensors_in
 from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
 from decodax.io.files import CheckpointError
+from decodax.models.drafters.parallel import ParallelHead
 
 
-def read_published(path: Path, dtype: Any, depth: int | None, layer_ids: LayerIds | None,
-                   feeds_back: FeedsBack | None) -> tuple[str, Any, Any, Any]:
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a user says of files that leave it open, see `decodax.io.drafters.load_drafter`; None: the file says it.
+
+    Attributes:
+        depth: number of the target's layers, or None if it is not known.
+    """
+
+    depth: int | None = None
+    layer_ids: LayerIds | None = None
+    feeds_back: FeedsBack | None = None
+    layers: Sequence[int] | None = None
+    mask: int | None = None
+    causal_sliding: bool | None = None
+
+
+def read_published(path: Path, dtype: Any, how: Reading) -> tuple[str, Any, Any, Any]:
     """Returns a drafter's method, network, weights, and the target's token for each of its logits (None: all).
 
     Raises:
@@ -30,13 +48,16 @@ def read_published(path: Path, dtype: Any, depth: int | None, layer_ids: LayerId
     if config.get("model_type") == "mlp_speculator":
         return "mlp-speculator", *read_mlp_speculator(tensors, dtype), None
     if dflash.is_block_head(config):
-        made, own, known = dflash.read(tensors, dtype=dtype)
+        made, own, known = dflash.read(tensors, layers=how.layers, mask=how.mask, causal_sliding=how.causal_sliding,
+                                       dtype=dtype)
         return dflash.system_of(made), made, own, None if known is None else jnp.asarray(known, jnp.int32)
-    if "Eagle3" in kinds or config.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in config:
-        head, weights, ids = read_eagle3(tensors, dtype, depth, layer_ids, feeds_back)
-        return "eagle-3", head, weights, None if ids is None else jnp.asarray(ids, jnp.int32)
+    eagle3 = "Eagle3" in kinds or config.get("speculators_model_type") in ("eagle3", "peagle")
+    if eagle3 or "draft_vocab_size" in config or "mask_hidden" in tensors:
+        head, weights, ids = read_eagle3(tensors, dtype, how.depth, how.layer_ids, how.feeds_back)
+        system = "p-eagle" if isinstance(head, ParallelHead) else "eagle-3"
+        return system, head, weights, None if ids is None else jnp.asarray(ids, jnp.int32)
     if "fc.weight" in tensors and "lm_head.weight" not in tensors:
         return "eagle", *read_eagle(tensors, dtype), None
     raise CheckpointError(f"{path}: is no drafter in a known layout (architectures {config.get('architectures')}, "
                           f"model_type {config.get('model_type')!r}); known are Medusa, Hydra, the MLP speculator, "
-                          "EAGLE-1 to 3, block heads (DFlash and its successors), and this library's own")
+                          "EAGLE-1 to 3, P-EAGLE, block heads (DFlash and its successors), and this library's own")

@@ -57,6 +57,10 @@ class Tensors:
         """Gives a tensor another name."""
         self._names[new] = self._names.pop(name)
 
+    def replace(self, name: str, value: np.ndarray) -> None:
+        """Puts another array in the place of a tensor."""
+        self._names[name], self._held[name] = name, value
+
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
@@ -65,7 +69,8 @@ class Tensors:
             raise CheckpointError(f"{self.name}: lacks tensor {name}")
         self.used.add(name)
         stored = self._names[name]
-        return np.asarray(self._held[stored] if self._files is None else self._files.slice(stored)[...])
+        held = self._files is None or stored in self._held
+        return np.asarray(self._held[stored] if held else self._files.slice(stored)[...])      # type: ignore[union-attr]
 
     def skip(self, *names: str) -> None:
         """Passes over tensors, which need not exist."""
