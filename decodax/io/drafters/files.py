@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import decodax.models
 from decodax.core.types import LayeredModel
 from decodax.io.drafters.eagle import FeedsBack, LayerIds
-from decodax.io.drafters.published import Reading, read_published
+from decodax.io.drafters.published import Conventions, read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
@@ -138,7 +138,7 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
     else:
         depth = target.model.depth if target is not None and isinstance(target.model, LayeredModel) else None
-        how = Reading(depth, layer_ids, feeds_back, layers, mask, causal_sliding)
+        how = Conventions(depth, layer_ids, feeds_back, layers, mask, causal_sliding)
         made = TrainedDrafter(*read_published(path, kind, how), str(directory))
     if target is not None:
         made.check(target)

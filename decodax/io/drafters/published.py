@@ -18,7 +18,7 @@ from decodax.models.drafters.parallel import ParallelHead
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class Conventions:
     """What a user says of files that leave it open, see `decodax.io.drafters.load_drafter`; None: the file says it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Reading:
     causal_sliding: bool | None = None
 
 
-def read_published(path: Path, dtype: Any, how: Reading) -> tuple[str, Any, Any, Any]:
+def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, Any, Any]:
     """Returns a drafter's method, network, weights, and the target's token for each of its logits (None: all).
 
     Raises:
