@@ -83,7 +83,7 @@ def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_id
     return head, placed(tensors, head, names, dtype), ids
 
 
-def _masks(tensors: Tensors) -> dict[str, int]:
+def _masks(tensors: Tensors) -> dict[str, Any]:
     """Returns the mask token and the number of drafts of a P-EAGLE head, whose mask feature becomes a vector."""
     config = tensors.config
     mask = next((config[key] for key in ("mask_token_id", "ptd_token_id") if config.get(key) is not None), None)
