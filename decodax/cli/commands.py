@@ -189,13 +189,14 @@ def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Nam
 def systems_of(names: Sequence[str], model: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns the method and its options for each `NAME[:OPTION=VALUE,...]`. "all" is every method that is measured
     against plain decoding, under one of its names; of those with a trained drafter, those that have a shipped one for
-    the model with the name `model`."""
+    the model with the name `model`, and none of those with a tuned draft model."""
     from decodax.common.registry import ALGORITHMS
     from decodax.io.drafters import shipped_drafter
 
     every = [name for name, entry in ALGORITHMS.items()
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
              and entry.family != "search" and "diffusion" not in entry.needs
+             and entry.needs != "a tuned draft model"
              and (entry.needs != "a trained drafter" or shipped_drafter(name, model))]
     return {given: ALGORITHMS.parse(given) for name in names for given in (every if name == "all" else [name])}
 

@@ -24,11 +24,11 @@ same as with a dense cache; with a constraint, every text belongs to its languag
 
 Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
                 "a draft model and samples", "a diffusion model", "a diffusion model and a draft model",
-                "a trained drafter"]
+                "a trained drafter", "a tuned draft model"]
 """The models and data from which an entry is made, beside its options: nothing, the target model, a draft model with
 its tokenizer, both, the target and sample texts (given by an option), those and a draft model, a masked diffusion
-model as the target, alone or with an autoregressive model, or the target with a drafter that was trained for it
-(shipped for some models, else given as `draft`)."""
+model as the target, alone or with an autoregressive model, the target with a drafter that was trained for it (shipped
+for some models, else given as `draft`), or a draft model that was tuned for the method (none is shipped)."""
 
 BESIDE = ("lm", "draft")
 """Parameters of an entry that are not options: the target model and the draft model."""
@@ -82,7 +82,7 @@ class Entry:
     @property
     def takes_model(self) -> bool:
         """True if `make` needs the target model."""
-        return self.needs not in ("nothing", "a draft model")
+        return self.needs not in ("nothing", "a draft model", "a tuned draft model")
 
     @property
     def takes_draft(self) -> bool:

@@ -95,7 +95,7 @@ class MaskedDrafts(DraftModel):
 
 @ALGORITHMS.register("pard",
                      "PARD: Accelerating LLM Inference with Low-Cost Parallel Draft Model Adaptation",
-                     "An et al. 2025", family="speculative-linear", needs="a draft model", guarantee="seed-exact")
+                     "An et al. 2025", family="speculative-linear", needs="a tuned draft model", guarantee="seed-exact")
 def pard(draft: Any, length: Count = 8, mask: Whole | None = None, shape: Shape | None = None,
          verify: Verifier | None = None) -> Speculative:
     """Drafts a chain in one pass of a draft model that was tuned to predict several tokens, at mask tokens.
