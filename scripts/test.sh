@@ -51,15 +51,15 @@ elif [ $# -gt 0 ]; then
     mesh=
 fi
 
-# every check runs, so that one failure does not hide another (but pytest-xdist would wait for ever for a new process in
-# the place of one that died); mypy beside the tests of meshes, whose processes wait for
-# each other's devices
+# every check runs, so that one failure does not hide another. A test process that dies ends the run: pytest-xdist would
+# wait for ever for the one in its place. mypy runs beside the tests of meshes, whose processes wait for each other's
+# devices
 failed=()
 "$venv/bin/ruff" check . || failed+=(ruff)
 "$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup --max-worker-restart 0 "$@" || failed+=(pytest)
 MYPY=$venv/bin/mypy bash scripts/typecheck.sh & types=$!
-[ -z "$mesh" ] || timeout "$limit" "$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup --max-worker-restart 0 -m "$mesh" \
-    "${mesh_files[@]}" || failed+=("pytest -m mesh")
+[ -z "$mesh" ] || timeout "$limit" "$venv/bin/pytest" -n "${TEST_WORKERS:-2}" --dist loadgroup \
+    --max-worker-restart 0 -m "$mesh" "${mesh_files[@]}" || failed+=("pytest -m mesh")
 wait "$types" || failed+=(mypy)
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2

@@ -149,7 +149,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
         return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
     if isinstance(head, PromptTokensHead):
-        head = dataclasses.replace(head, count=drafts or own.drafts)
+        head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:

@@ -49,7 +49,7 @@ class InsertedPrompts:
     @property
     def steps(self) -> int:
         """Number of prompt tokens."""
-        return self.head.count
+        return self.head.heads
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss, a mean over prompt tokens, and scalars to log: "loss", and the acceptance of each.
@@ -59,7 +59,7 @@ class InsertedPrompts:
             batch: `i32[B, T + 1]`; the last token is not used.
             extra: the target's weights.
         """
-        tokens, K = batch[:, :-1], self.head.count
+        tokens, K = batch[:, :-1], self.head.heads
         B, T = tokens.shape
         usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
         places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
@@ -82,7 +82,8 @@ class InsertedPrompts:
 
 
 def inserted(tokens: Array, places: Array, prompts: Array) -> Window:
-    """Returns the window of texts with prompt tokens after some of their tokens, behind the text.
+    """Returns the window of texts with prompt tokens at some places. The nodes of the prompt tokens follow those of the
+    text; their positions and the mask say where they stand.
 
     Args:
         tokens: `i32[B, T]`, the texts.

@@ -14,56 +14,34 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
-from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
+from decodax.models.drafters.head import Depth, Weights
+from decodax.models.drafters.stack import IndependentHeads
 from decodax.models.layers import weight
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptTokensHead(ModuleHead):
+class PromptTokensHead(IndependentHeads):
     """The embeddings of prompt tokens. Its hidden states are the target's, so it has no network of its own.
 
     Attributes:
         taps: empty: the hidden state after the final norm.
         vocab: number of logits.
         width: width `D` of the target.
-        count: number of prompt tokens `K`, the largest number of drafts on a path.
+        heads: number of prompt tokens `K`, the largest number of drafts on a path.
     """
 
     width: int = dataclasses.field(kw_only=True)
-    count: int = dataclasses.field(default=3, kw_only=True)
+    heads: int = dataclasses.field(default=3, kw_only=True)
 
     @property
     def own_head(self) -> bool:
         """False: the vocabulary matrix is the target's."""
         return False
 
-    @property
-    def parallel(self) -> bool:
-        return True
-
-    @property
-    def longest(self) -> int:
-        return self.count
-
-    @property
-    def target_width(self) -> int:
-        return self.width
-
-    @property
-    def state_width(self) -> int:
-        return self.width
-
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
         module: Any = nnx.Module()
-        module.prompts = weight(rngs, (self.count, self.width), (None, "embed"), 0.02)
+        module.prompts = weight(rngs, (self.heads, self.width), (None, "embed"), 0.02)
         return module
-
-    def enter(self, weights: Weights, features: Array) -> Array:
-        return features
-
-    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> HeadStep:
-        return HeadStep(hidden=state, state=state)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         return head(hidden)

@@ -67,8 +67,20 @@ class StackedHead(ModuleHead):
         return features
 
 
+class IndependentHeads(StackedHead):
+    """Base class of stacked heads that do not read the drafted tokens."""
+
+    @property
+    def parallel(self) -> bool:
+        return True
+
+    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
+             attend: Any) -> HeadStep:
+        return HeadStep(hidden=state, state=state)
+
+
 @dataclasses.dataclass(frozen=True)
-class MedusaHead(StackedHead):
+class MedusaHead(IndependentHeads):
     """Medusa (Cai et al., 2024): head `i` is `blocks` times `z + silu(W z + b)`, then a vocabulary matrix.
 
     Attributes:
@@ -85,18 +97,10 @@ class MedusaHead(StackedHead):
     blocks: int = 1
     own_head: bool = True
 
-    @property
-    def parallel(self) -> bool:
-        return True
-
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
         module: Any = nnx.Module()
         module.heads = nnx.Dict({str(i): _Medusa(self, rngs) for i in range(self.heads)})
         return module
-
-    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> HeadStep:
-        return HeadStep(hidden=state, state=state)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         network = self.network(weights)
@@ -123,7 +127,7 @@ class _Medusa(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockwiseHead(StackedHead):
+class BlockwiseHead(IndependentHeads):
     """Blockwise parallel decoding (Stern, Shazeer and Uszkoreit, 2018): one layer of `heads * inner` units with a
     rectifier, from which head `i` reads its own `inner` ones, `f + V_i relu(U_i f + b_i) + c_i`, and predicts with the
     target's vocabulary matrix.
@@ -141,10 +145,6 @@ class BlockwiseHead(StackedHead):
     inner: int = dataclasses.field(kw_only=True)
 
     @property
-    def parallel(self) -> bool:
-        return True
-
-    @property
     def own_head(self) -> bool:
         """False: the vocabulary matrix is the target's."""
         return False
@@ -156,10 +156,6 @@ class BlockwiseHead(StackedHead):
         module.down = nnx.Dict({str(i): Linear(rngs, (self.inner, self.width), (None, "embed"), True, 0.0)
                                 for i in range(self.heads)})
         return module
-
-    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> HeadStep:
-        return HeadStep(hidden=state, state=state)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         network = self.network(weights)
@@ -338,4 +334,5 @@ class _ScaleShift(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
 
-__all__ = ["BlockwiseHead", "HydraHead", "MLPSpeculatorHead", "MedusaHead", "StackedHead", "at_depth"]
+__all__ = ["BlockwiseHead", "HydraHead", "IndependentHeads", "MLPSpeculatorHead", "MedusaHead", "StackedHead",
+           "at_depth"]

@@ -26,7 +26,7 @@ from tests.small_models import net
 
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
            "pard")
-"""What drafts with some of the target's layers, or on another cache of it, or reads hidden states."""
+"""Entries that run some of the target's layers, use another cache of it, or read a model's hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
 

@@ -25,7 +25,7 @@ MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], rep
 
 @functools.cache
 def drafter():
-    head = PromptTokensHead((), VOCABULARY, width=16, count=K)
+    head = PromptTokensHead((), VOCABULARY, width=16, heads=K)
     weights = {"prompts": jax.random.normal(jax.random.key(7), (K, 16))}
     return PromptTokens(model("llama")[0], head, vocab_size=VOCABULARY), HeadWeights(weights)
 

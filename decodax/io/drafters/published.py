@@ -19,7 +19,8 @@ from decodax.models.drafters.parallel import ParallelHead
 
 @dataclasses.dataclass(frozen=True)
 class Conventions:
-    """What a user says of files that leave it open, see `decodax.io.drafters.load_drafter`; None: the file says it.
+    """The user's answers to what a file may leave open. They are the arguments of `decodax.io.drafters.load_drafter`;
+    None takes what the file says.
 
     Attributes:
         depth: number of the target's layers, or None if it is not known.

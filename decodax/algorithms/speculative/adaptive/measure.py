@@ -114,6 +114,7 @@ def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[int, ...] = (2, 4
             number takes the place of longer ones.
         batch: number of rows for which costs are measured.
     """
-    source = PromptLookup(max(lengths)) if draft is None else drafting_source(lm, draft)
-    longest = getattr(source, "longest", None)
-    return automatic(lm, source, [min(k, longest or k) for k in lengths], batch=batch)
+    if draft is None:
+        return automatic(lm, PromptLookup(max(lengths)), lengths, batch=batch)
+    source = drafting_source(lm, draft)
+    return automatic(lm, source, [min(k, source.longest or k) for k in lengths], batch=batch)

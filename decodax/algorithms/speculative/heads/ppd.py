@@ -11,17 +11,18 @@ own distribution, at places of a text (`decodax.train.prompt_tokens`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import HeadWeights, spread, trained
+from decodax.algorithms.speculative.heads.source import HeadWeights, logits_by_depth, spread, trained
 from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -76,27 +77,25 @@ class PromptTokens(Source):
 
     @property
     def longest(self) -> int:
-        return self.head.count
+        return self.head.heads
 
     def init(self, params: Params, s: State) -> Prompted:
         if not isinstance(params.draft, HeadWeights):
             raise ValueError("params: PromptTokens needs its HeadWeights in Params.draft")
         one = jax.eval_shape(lambda params: embeddings(self.model, params.target, jnp.zeros((1, 1), jnp.int32)), params)
-        return Prompted(hidden=jnp.zeros((s.batch, self.head.count, one.shape[-1]), one.dtype))
+        return Prompted(hidden=jnp.zeros((s.batch, self.head.heads, one.shape[-1]), one.dtype))
 
     def start(self, params: Params, s: State, state: Prompted, room: int) -> tuple[Prompted, Answer]:
         hidden = state.hidden[:, :1]
         return state, Answer(self._logits(params, hidden), hidden)
 
     def extend(self, params: Params, s: State, state: Prompted, level: Level) -> tuple[Prompted, Answer]:
-        depth = jnp.minimum(level.positions - s.length[:, None] + 1, self.head.count - 1)
-        hidden = take(state.hidden, depth)
-        one = lambda: jnp.broadcast_to(first := self._logits(params, hidden[:, :1]), (*depth.shape, first.shape[-1]))
-        logits = lax.cond((depth == depth[:, :1]).all(), one, lambda: self._logits(params, hidden))
+        hidden, logits = logits_by_depth(state.hidden, level.positions - s.length[:, None] + 1,
+                                         functools.partial(self._logits, params))
         return state, Answer(logits, hidden)
 
     def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes:
-        t, K = tree(s.newest, proposal, self.head.count), self.head.count
+        t, K = tree(s.newest, proposal, self.head.heads), self.head.heads
         node, index = np.divmod(np.arange(t.size * K), K)
         own = (node[:, None] == node) & (index <= index[:, None])
         above = jnp.asarray(t.sees)[:, node]
@@ -109,7 +108,7 @@ class PromptTokens(Source):
                 state: Prompted) -> Prompted:
         if decision is None or window.embedded is None:     # a window that another drafter has proposed
             return state
-        K = self.head.count
+        K = self.head.heads
         last = jnp.maximum(decision.count - 1, 0)[:, None]
         node = jnp.maximum(jnp.take_along_axis(decision.source, last, 1), 0)
         found = take(out.hidden, window.width // (1 + K) + node * K + jnp.arange(K, dtype=jnp.int32))

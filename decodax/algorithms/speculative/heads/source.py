@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -221,6 +222,21 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
                          f"{' or '.join(map(repr, systems))}")
     draft.check(lm)
     return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
+
+
+def logits_by_depth(hidden: Array, depth: Array, logits: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """Returns the hidden states `f[B, W, h]` and the logits `f32[B, W, V]` of nodes that depend on their depth alone.
+
+    Nodes of one level have one depth, and its logits are then computed once.
+
+    Args:
+        hidden: `f[B, K, h]`, the hidden state of each depth; deeper nodes take the last one.
+        depth: `i32[B, W]`, depth of the nodes.
+        logits: maps hidden states to logits.
+    """
+    own = take(hidden, jnp.minimum(depth, hidden.shape[1] - 1))
+    one = lambda: jnp.broadcast_to(first := logits(own[:, :1]), (*depth.shape, first.shape[-1]))
+    return own, lax.cond((depth == depth[:, :1]).all(), one, lambda: logits(own))
 
 
 def spread(logits: Array, ids: Array | None, size: int | None) -> Array:

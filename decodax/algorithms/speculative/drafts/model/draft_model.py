@@ -36,14 +36,11 @@ class Drafting(Struct):
         cache: the draft model's cache of verified tokens.
         scratch: within a round, the buffer with the nodes of the tree.
         nodes: within a round, `i32[B or 1, room]`, the window node of each entry of the buffer.
-        hidden: within a round, `f[B, K, D]`, the model's hidden states at the newest token and at masks behind it
-            (`MaskedDrafts`).
     """
 
     cache: Cache
     scratch: Draftable | None = None
     nodes: Array | None = None
-    hidden: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

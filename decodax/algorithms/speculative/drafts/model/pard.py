@@ -1,32 +1,48 @@
-"""PARD: a draft model that was tuned to predict all drafts of a round in one pass, at mask tokens behind the text
+"""PARD: a draft model that was tuned to predict all drafts of a round in one pass, at mask tokens after the text
 ("PARD: Accelerating LLM Inference with Low-Cost Parallel Draft Model Adaptation", An et al., 2025).
 
-The draft model reads the tokens of the last round and `K - 1` masks behind them; the output at the `i`-th mask is a
-draft of the token `i + 1` places after the newest one, whatever is drafted between. Mask tokens never enter its cache.
+In a round the draft model reads the tokens of the last round, followed by `K - 1` masks. Its output at the `i`-th mask
+predicts the token `i + 1` places after the newest one. It does not depend on the other drafts. Masks never enter its
+cache.
 It is an ordinary language model, so one serves all targets with its tokenizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel, catch_up
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel, catch_up
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import spread
+from decodax.algorithms.speculative.heads.source import logits_by_depth, spread
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
-from decodax.common.struct import short
+from decodax.common.struct import Struct, short, struct
+from decodax.core.cache import Cache
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, logits_of
-from decodax.core.window import Window, causal, take
+from decodax.core.window import Window, causal
 from decodax.io.files import read_json
+
+
+@struct
+class Masked(Struct):
+    """State of `MaskedDrafts`.
+
+    Attributes:
+        cache: the draft model's cache of verified tokens.
+        hidden: within a round, `f[B, K, D]`, its hidden states at the newest token and at the masks after it.
+    """
+
+    cache: Cache
+    hidden: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +76,10 @@ class MaskedDrafts(DraftModel):
     def longest(self) -> int:
         return self.drafts
 
-    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:
+    def init(self, params: Params, s: State) -> Any:
+        return Masked(cache=super().init(params, s).cache)
+
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         K = self.drafts
         newest = K + 1          # as many tokens as a round may have made
         cache = catch_up(self.fitted, params.draft, s, state.cache, self.chunk, newest)
@@ -74,20 +93,19 @@ class MaskedDrafts(DraftModel):
         kept = live & ~behind & jnp.isfinite(out.hidden).all(-1)
         cache = cache.commit(out.entries, jnp.where(kept, positions, -1))
         hidden = out.hidden[:, newest - 1:]
-        return Drafting(cache=cache, hidden=hidden), Answer(self._logits(params, hidden[:, :1]), hidden[:, :1])
+        return Masked(cache=cache, hidden=hidden), Answer(self._logits(params, hidden[:, :1]), hidden[:, :1])
 
-    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Drafting, Answer]:
-        depth = jnp.minimum(level.positions - s.length[:, None] + 1, self.drafts - 1)
-        hidden = take(state.hidden, depth)
-        one = lambda: jnp.broadcast_to(first := self._logits(params, hidden[:, :1]), (*depth.shape, first.shape[-1]))
-        return state, Answer(lax.cond((depth == depth[:, :1]).all(), one, lambda: self._logits(params, hidden)), hidden)
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        hidden, logits = logits_by_depth(state.hidden, level.positions - s.length[:, None] + 1,
+                                         functools.partial(self._logits, params))
+        return state, Answer(logits, hidden)
 
-    def place(self, state: Any, slots: Array) -> Drafting:
+    def place(self, state: Any, slots: Array) -> Any:
         return state
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
-                state: Any) -> Drafting:
-        return Drafting(cache=state.cache)
+                state: Any) -> Any:
+        return Masked(cache=state.cache)
 
     def _logits(self, params: Params, hidden: Array) -> Array:
         return spread(logits_of(self.model, params.draft, hidden), None, self.vocab_size)
