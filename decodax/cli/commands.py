@@ -197,7 +197,7 @@ def systems_of(names: Sequence[str], model: str) -> dict[str, tuple[str, dict[st
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
              and entry.family != "search" and "diffusion" not in entry.needs
              and entry.needs != "a tuned draft model"
-             and (entry.needs != "a trained drafter" or shipped_drafter(name, model))]
+             and (not entry.takes_drafter or shipped_drafter(name, model))]
     return {given: ALGORITHMS.parse(given) for name in names for given in (every if name == "all" else [name])}
 
 

@@ -161,7 +161,7 @@ def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
 
     if (given == DRAFT and not entry.takes_draft) or not entry.may_draft:
         return None
-    trained = entry.needs == "a trained drafter" or is_drafter(given)
+    trained = entry.takes_drafter or is_drafter(given)
     return dx.load_drafter(given, lm) if trained else dx.load(given, mesh=mesh)
 
 

@@ -24,11 +24,12 @@ same as with a dense cache; with a constraint, every text belongs to its languag
 
 Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
                 "a draft model and samples", "a diffusion model", "a diffusion model and a draft model",
-                "a trained drafter", "a tuned draft model"]
+                "a trained drafter", "a trained drafter and samples", "a tuned draft model"]
 """The models and data from which an entry is made, beside its options: nothing, the target model, a draft model with
 its tokenizer, both, the target and sample texts (given by an option), those and a draft model, a masked diffusion
 model as the target, alone or with an autoregressive model, the target with a drafter that was trained for it (shipped
-for some models, else given as `draft`), or a draft model that was tuned for the method (none is shipped)."""
+for some models, else given as `draft`), both that and sample texts, or a draft model that was tuned for the method
+(none is shipped)."""
 
 BESIDE = ("lm", "draft")
 """Parameters of an entry that are not options: the target model and the draft model."""
@@ -58,6 +59,7 @@ class Entry:
         module: name of the module that registered it.
         slot: argument of `decodax.generate` that takes the entry; the messages of errors begin with it.
         model: shipped model for its example; empty: the one that `needs` asks for.
+        drafter: method whose trained drafter `make` takes; empty: its own.
     """
 
     shelf: str
@@ -73,6 +75,7 @@ class Entry:
     module: str = ""
     slot: str = ""
     model: str = ""
+    drafter: str = ""
 
     @property
     def paper(self) -> str:
@@ -88,6 +91,11 @@ class Entry:
     def takes_draft(self) -> bool:
         """True if `make` needs a draft model."""
         return "draft model" in self.needs
+
+    @property
+    def takes_drafter(self) -> bool:
+        """True if `make` needs a drafter that was trained for the target."""
+        return "trained drafter" in self.needs
 
     @property
     def may_draft(self) -> bool:
@@ -141,9 +149,10 @@ class Entry:
             return f'dx.load("pycode", weights="{self.name}")'
         if self.slot not in EXAMPLES:
             return ""
-        trained = self.needs == "a trained drafter"
-        draft = f"runs/pycode-{self.alias_of or self.name}/model" if trained else "pycode-draft"
-        beside = EXAMPLES[self.slot] + (f', draft="{draft}"' if self.takes_draft or trained else "")
+        draft = "pycode-draft"
+        if self.takes_drafter:
+            draft = f"runs/pycode-{self.drafter or self.alias_of or self.name}/model"
+        beside = EXAMPLES[self.slot] + (f', draft="{draft}"' if self.takes_draft or self.takes_drafter else "")
         model = self.model or ("pycode-diffusion" if "diffusion" in self.needs else "pycode")
         made = f"dx.{self.shelf}.{self.identifier}({', '.join(needed)})"
         prompt = "1207=" if model == "numerals" else "def area(r):"

@@ -173,7 +173,7 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     algorithms run measurements when they are made."""
     draft = given.draft if draft is None else draft
     if isinstance(draft, (str, os.PathLike)):
-        trained = given.entry.needs == "a trained drafter" or is_drafter(draft)
+        trained = given.entry.takes_drafter or is_drafter(draft)
         draft = load_drafter(draft, lm) if trained else model(draft)
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")

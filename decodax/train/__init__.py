@@ -3,6 +3,7 @@ heads."""
 
 from decodax.algorithms.speculative import fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.algorithms.speculative.adaptive.fit_sequoia import fit_acceptance, fit_sequoia
+from decodax.algorithms.speculative.adaptive.fit_stoppers import fit_acceptance_head, fit_draft_length
 from decodax.train.aqua_kv import fit_predictors
 from decodax.train.attention_predictor import fit_attention_predictor
 from decodax.train.cq import fit_codebooks
@@ -17,8 +18,8 @@ from decodax.train.query_aware import fit_key_books
 from decodax.train.rotatekv import fit_order
 from decodax.train.token_butler import fit_token_butler
 
-__all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fit_attention_predictor", "fit_channels",
-           "fit_codebooks", "fit_echo_att", "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads",
-           "fit_kv_prediction", "fit_layers", "fit_lengths", "fit_less", "fit_order", "fit_predictor",
-           "fit_predictors", "fit_sequoia", "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads",
-           "train_kv_prediction"]
+__all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fit_acceptance_head",
+           "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_draft_length", "fit_echo_att",
+           "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers",
+           "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors", "fit_sequoia",
+           "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads", "train_kv_prediction"]

@@ -22,6 +22,7 @@ from decodax.engine.request import Request
 from decodax.models import Transformer
 from tests.caches.small import DEEP, MODEL, OPTIONS, PROMPTS, SMALL
 from tests.extending.pages import DOCS
+from tests.matrix import often
 
 
 def arrays(kind: Eviction, new: int = 20) -> Evicting:
@@ -112,7 +113,7 @@ def test_a_policy_takes_a_form_of_budget_or_names_what_it_takes(name: str) -> No
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "h2o", "fastkv"], EVICTING))
 def test_a_share_or_bytes_keep_what_as_many_tokens_keep(name: str) -> None:
     """The parts of a policy that are counted in tokens survive, whatever the budget is counted in."""
     tokens, share, size = (kept_of(name, budget) for budget in (LEFT, *FORMS))

@@ -19,13 +19,13 @@ from decodax.core.state import Status
 from tests.caches.small import PROMPTS
 from tests.contracts.decoding import BANNED, END, NEW, POLICY, ROWS, SAMPLES, decode, plain
 from tests.drafters.fresh import NAMES as TRAINED
-from tests.drafters.fresh import fresh
+from tests.drafters.fresh import acceptance_head, fresh, length_network
 from tests.laws.cases import lm, prompts, texts
 from tests.matrix import often
 from tests.small_models import net
 
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
-           "pard")
+           "pard", "specdec++")
 """Entries that run some of the target's layers, use another cache of it, or read a model's hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
@@ -48,7 +48,8 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
            "knn-ssd": dict(domains=SAMPLES), "reflective-verification": dict(probe=(5, 6)),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
-           "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2)))}
+           "specdec++": dict(head=acceptance_head(lm("sliding"))),
+           "adaeagle": dict(network=length_network(lm("llama")))}
 
 
 def made(name: str, policy: str = "few", **options):
@@ -160,10 +161,12 @@ def test_two_names_for_one_object_are_declared():
 
 
 def test_a_system_with_a_fitted_part_asks_for_it():
-    for name in ("disco", "specdec++"):
-        with pytest.raises(ValueError,
-                           match=f"'{re.escape(name)}' needs predictor=, from decodax.train.fit_predictor, or"):
-            algorithms.make(name, lm("llama"), lm("sliding"))
+    for name, what in (("disco", "predictor=, from decodax.train.fit_predictor"),
+                       ("specdec++", "head=, from decodax.train.fit_acceptance_head"),
+                       ("adaeagle", "network=, from decodax.train.fit_draft_length")):
+        draft = fresh(name, lm("llama")) if name in TRAINED else lm("sliding")
+        with pytest.raises(ValueError, match=re.escape(f"{name!r} needs {what}, or")):
+            algorithms.make(name, lm("llama"), draft)
 
 
 def test_an_unknown_name_lists_near_ones():

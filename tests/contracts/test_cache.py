@@ -56,9 +56,12 @@ def drafts_give_the_tokens_of_no_drafts(name: str, algorithm: Any) -> Any:
     return drafted
 
 
-@pytest.mark.wide(but=(
-    "streaming-llm", "kivi"))
-@pytest.mark.parametrize("name", OPTIONS)
+CHAINS = {"streaming-llm", "kivi", *list(OPTIONS)[::2]}
+"""Caches of which the wider tests draft chains; of the others they draft trees."""
+
+
+@pytest.mark.wide(but=("streaming-llm", "kivi"))
+@pytest.mark.parametrize("name", often(CHAINS, OPTIONS))
 def test_drafted_chains_change_no_token_in_any_order_of_the_batch(name: str) -> None:
     drafted = drafts_give_the_tokens_of_no_drafts(name, BOTH)
     others = run(name, BOTH, (2, 0, 0, 2, 1, 1))        # the same program; row 4 is without drafts
@@ -72,7 +75,7 @@ def test_drafted_chains_change_no_token_in_any_order_of_the_batch(name: str) -> 
 
 
 @pytest.mark.wide(but=("recycled-attention",))
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", often({"recycled-attention", *(OPTIONS.keys() - CHAINS)}, OPTIONS))
 def test_drafted_trees_change_no_token(name: str) -> None:
     drafts_give_the_tokens_of_no_drafts(name, TREES)
 

@@ -4,24 +4,42 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.train.drafter_systems import objective_of
 
-TRAINED_FOR = {"eagle-2": "eagle", "mtp": "fastmtp"}
-"""The method whose drafter an entry takes, where it is not the entry's own."""
-
-NAMES = [name for name, entry in ALGORITHMS.items() if entry.needs == "a trained drafter"]
+NAMES = [name for name, entry in ALGORITHMS.items() if entry.takes_drafter]
 
 
 def fresh(name: str, lm: Any) -> TrainedDrafter:
     """A drafter for an entry of the registry and a target."""
-    system = TRAINED_FOR.get(name, name)
+    system = ALGORITHMS[name].drafter or name
     eagle = objective_of("eagle-3", lm).head if name == "p-eagle" else None
     head: Any = objective_of(system, lm).head if eagle is None else ParallelHead(**{
         field.name: getattr(eagle, field.name) for field in dataclasses.fields(eagle)}, mask=0)
     weights = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
     return TrainedDrafter(system, head, weights)
+
+
+def acceptance_head(draft: Any, seed: int = 1) -> dict[str, Any]:
+    """An acceptance head with random weights for a draft model."""
+    D = draft.model.config.width
+    return {**_drawn({"block": (D, D), "out": (D, 2)}, seed), "block_bias": np.zeros(D, np.float32),
+            "out_bias": np.array([0, 1], np.float32)}
+
+
+def length_network(lm: Any, seed: int = 1) -> dict[str, Any]:
+    """A draft length predictor with random weights for a target."""
+    D = lm.model.config.width
+    biases = {f"{name}_bias": np.ones(size, np.float32) for name, size in (("first", 8), ("second", 8), ("third", 1))}
+    return {**_drawn({"first": (D, 8), "second": (8, 8), "third": (8, 1)}, seed), **biases,
+            "mean": np.zeros(D, np.float32), "scale": np.ones(D, np.float32)}
+
+
+def _drawn(sizes: dict[str, tuple[int, int]], seed: int) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    return {name: (draw.normal(size=size) * size[0] ** -0.5).astype(np.float32) for name, size in sizes.items()}

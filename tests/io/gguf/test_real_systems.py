@@ -15,6 +15,7 @@ from decodax.algorithms.speculative import Logistic
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import shipped_drafter
 from decodax.models.transformer import Transformer
+from tests.drafters.fresh import acceptance_head
 from tests.io.gguf.texts import loaded
 from tests.matrix import often
 
@@ -58,7 +59,7 @@ def options(name: str) -> dict[str, Any]:
     """Options of entries that measure or learn by default, so that they do not take minutes."""
     given: dict[str, dict[str, Any]] = {
         "automatic": dict(lengths=(3,)), "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
-        "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2))),
+        "specdec++": dict(head=acceptance_head(small())),
         "self-speculative": dict(skip_mlp=(4, 9), gamma=0.3),
         "knn-ssd": dict(domains=[[chats()[0][:40]], [chats()[1][:40]]])}
     return given.get(name, {})

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -96,22 +96,26 @@ def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: 
     norm = dict(mean=x.mean(0), scale=x.std(0) + 1e-3)
     table = lambda w: {**{k: v for k, v in w.items() if k != "embed"}, **norm, "table": embedding @ w["embed"]}
 
-    def loss(w: dict[str, Array], key: Array) -> Array:
-        log_p = jax.nn.log_softmax(scores(table(w), x, tokens, key))
+    def loss(w: dict[str, Array], step: Array) -> Array:
+        log_p = jax.nn.log_softmax(scores(table(w), x, tokens, jax.random.fold_in(jax.random.key(seed), step)))
         return -jnp.take_along_axis(log_p, kinds[:, None], 1).mean()
 
+    return table(minimized(loss, start(x.shape[1], embedding, jax.random.key(seed)), epochs, rate))
+
+
+def minimized(loss: Callable[[Any, Array], Array], start: Any, steps: int, rate: float) -> Any:
+    """Returns the weights after `steps` steps of Adam from `start`, a pytree. `loss` maps weights and the index of the
+    step to `f32[]`. Needs optax."""
     import optax  # only for those who train
 
     adam = optax.adam(rate)
 
     def visit(i: Array, carry: Any) -> Any:
         w, state = carry
-        change, state = adam.update(jax.grad(loss)(w, jax.random.fold_in(jax.random.key(seed), i)), state)
+        change, state = adam.update(jax.grad(loss)(w, i), state)
         return optax.apply_updates(w, change), state
 
-    w = start(x.shape[1], embedding, jax.random.key(seed))
-    train = jax.jit(lambda w: lax.fori_loop(0, epochs, visit, (w, adam.init(w)))[0])
-    return table(train(w))
+    return jax.jit(lambda w: lax.fori_loop(0, steps, visit, (w, adam.init(w)))[0])(start)
 
 
 def start(features: int, embedding: Array, key: Array) -> dict[str, Array]:

@@ -1,16 +1,15 @@
 """Predictors of acceptance, fitted to a target and a draft, which decide when drafting stops.
 
-DISCO (Mamou et al. 2024) trains a small classifier for this, SpecDec++ (Huang et al. 2024) a head on the draft model.
-Both are trained on samples: chains are drafted and verified, and each tested draft is an example, accepted or rejected,
-with the features known when it was drafted. Here the predictor is a logistic regression on the draft's probability, the
-entropy of its distribution and its index in the chain. DISCO's classifier is a two-layer network on similar features;
-the head of SpecDec++ uses the draft model's hidden states, which are not used here.
+DISCO (Mamou et al. 2024) trains a small classifier for this. Samples are continued: chains are drafted and verified,
+and each tested draft is an example, accepted or rejected, with the features known when it was drafted. Here the
+predictor is a logistic regression on the draft's probability, the entropy of its distribution and its index in the
+chain; DISCO's classifier is a two-layer network on similar features. For heads on hidden states see `stoppers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -21,7 +20,6 @@ from jax import Array
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
-from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Draft, Drawn, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
@@ -184,13 +182,14 @@ def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e
     return w
 
 
-def given_or_fitted(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
-    """Returns the predictor for the entry `name`: the given one, or one fitted to samples.
+def given_or_fitted(name: str, what: str, fit: Callable[..., Any], given: Any, samples: Any, *of: Any) -> Any:
+    """Returns what stops the chains of the entry `name`: its option `what` if given, or the result of `fit` for `of`
+    and samples.
 
     Raises:
         ValueError: both are given, or none.
     """
-    if (predictor is None) == (samples is None):
-        raise ValueError(f"{name!r} needs predictor=, from decodax.train.fit_predictor, or samples=, prompts as token "
+    if (given is None) == (samples is None):
+        raise ValueError(f"{name!r} needs {what}=, from decodax.train.{fit.__name__}, or samples=, prompts as token "
                          "ids to fit one to; takes one of the two")
-    return predictor if samples is None else fit_predictor(lm, DraftModel(draft), samples, rejected=rejected)
+    return given if samples is None else fit(*of, samples)

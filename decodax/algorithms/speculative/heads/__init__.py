@@ -2,6 +2,7 @@
 `decodax.models.drafters`."""
 
 from decodax.algorithms.speculative.heads import (  # noqa: F401
+    adaeagle,
     blockwise_parallel,
     dflash,
     dflash2,

@@ -17,10 +17,10 @@ from jax import Array
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.block import block_draft
-from decodax.algorithms.speculative.source import Children, Grower, Shape
+from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
-from decodax.algorithms.speculative.trees.threshold import check_chance, grow_chain
+from decodax.algorithms.speculative.trees.threshold import check_chance, foretold, grow_chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
@@ -48,14 +48,8 @@ class SurvivalChain(Shape):
         check_chance("threshold", self.threshold)
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, self._chance,
+        return grow_chain(grower, state, self.length, foretold,
                           lambda f, all_of_them: all_of_them >= self.threshold, unseen=True)
-
-    def _chance(self, child: Children, index: Array) -> Array:
-        if child.chance is None:
-            raise ValueError("shape: SurvivalChain takes a source that predicts the acceptance of drafts, such as a "
-                             "block head with a confidence head")
-        return child.chance[:, 0]
 
 
 @ALGORITHMS.register("dspark", "DSpark (arXiv 2607.05147)",

@@ -37,7 +37,8 @@ def eagle(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
 
 
 @ALGORITHMS.register("eagle-2", "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees",
-                     "Li et al. 2024", family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
+                     "Li et al. 2024", family="speculative-tree", needs="a trained drafter", drafter="eagle",
+                     guarantee="seed-exact")
 def eagle2(lm: Any, draft: Any = None, nodes: Count = 60, length: Count = 6, width: Count = 10,
            verify: Verifier | None = None) -> Speculative:
     """Drafts the tree of which EAGLE's head is most confident.

@@ -17,7 +17,8 @@ from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("mtp", "DeepSeek-V3 Technical Report (multi-token prediction)", "DeepSeek-AI 2024",
-                     family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
+                     family="speculative-linear", needs="a trained drafter", drafter="fastmtp",
+                     guarantee="seed-exact")
 def mtp(lm: Any, draft: Any = None, length: Count = 3, shape: Shape | None = None,
         verify: Verifier | None = None) -> Speculative:
     """Drafts a chain with a layer that was trained to predict the token after the next, applied again and again.

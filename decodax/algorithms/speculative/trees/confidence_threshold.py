@@ -29,7 +29,8 @@ class ConfidenceChain(Shape):
     Attributes:
         length: largest number of drafts.
         threshold: probability of acceptance below which the chain ends.
-        predictor: predicts the probability that a draft is accepted; default the draft's own probability.
+        predictor: predicts the probability that a draft is accepted; default the draft's own probability; None: what
+            the source itself predicts (`Answer.chance`).
 
     Raises:
         ValueError: a length below 1, or `threshold` outside [0, 1].
@@ -37,7 +38,7 @@ class ConfidenceChain(Shape):
 
     length: int = 20
     threshold: float = 0.4
-    predictor: Predictor = probability
+    predictor: Predictor | None = probability
     branches = False
 
     def __post_init__(self) -> None:

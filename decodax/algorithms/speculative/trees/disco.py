@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decodax.algorithms.speculative.adaptive.predictor import given_or_fitted
+from decodax.algorithms.speculative.adaptive.predictor import fit_predictor, given_or_fitted
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.trees.confidence_threshold import ConfidenceChain
@@ -31,5 +31,5 @@ def disco(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.4, predi
         predictor: a result of `decodax.train.fit_predictor`.
         samples: prompts as token ids, to fit a predictor to.
     """
-    found = given_or_fitted("disco", lm, draft, predictor, samples)
+    found = given_or_fitted("disco", "predictor", fit_predictor, predictor, samples, lm, DraftModel(draft))
     return Speculative(DraftModel(draft), shape=ConfidenceChain(length, threshold, found))

@@ -1,6 +1,7 @@
 """SpecDec++: a chain that ends when a rejection of some draft is likely ("SpecDec++: Boosting Speculative Decoding via
 Adaptive Candidate Lengths", Huang, Guo, Wang, 2024): `1 - prod f_j > h`, where `f_j` is the predicted probability that
-draft `j` is accepted."""
+draft `j` is accepted. As in the authors' code, `f_j` comes from the hidden state of draft `j`, which is known when the
+next one has been drafted, so the draft after the last `f_j` is verified too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 from jax import Array
 
+from decodax.algorithms.speculative.adaptive.fit_stoppers import fit_acceptance_head
 from decodax.algorithms.speculative.adaptive.predictor import given_or_fitted
+from decodax.algorithms.speculative.adaptive.stoppers import AcceptanceHead
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Grower, Shape
@@ -27,7 +30,8 @@ class RiskThreshold(Shape):
     Attributes:
         length: largest number of drafts.
         threshold: probability of a rejection above which the chain ends, `h` in the paper.
-        predictor: predicts the probability that a draft is accepted; default the draft's own probability.
+        predictor: predicts the probability that a draft is accepted; default the draft's own probability; None: what
+            the source itself predicts for the draft before (`Answer.chance`).
 
     Raises:
         ValueError: a length below 1, or `threshold` outside [0, 1].
@@ -35,7 +39,7 @@ class RiskThreshold(Shape):
 
     length: int = 20
     threshold: float = 0.3
-    predictor: Predictor = probability
+    predictor: Predictor | None = probability
     branches = False
 
     def __post_init__(self) -> None:
@@ -50,20 +54,20 @@ class RiskThreshold(Shape):
 @ALGORITHMS.register("specdec++", "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths",
                      "Huang et al. 2024", family="speculative-linear", needs="a draft model and samples",
                      guarantee="seed-exact")
-def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.7,
-                      predictor: Predictor | None = None, samples: Any = None) -> Speculative:
+def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.7, head: Any = None,
+                      samples: Any = None) -> Speculative:
     """Drafts with a draft model until it is likely that some draft will be rejected.
 
-    The predictor is a logistic regression on five features of a draft (in the paper a head on the draft model's hidden
-    states). Give it, or samples to fit it to.
+    A head on the draft model's hidden states predicts whether its newest token is accepted. Give the head, or samples
+    to train it on.
 
     Args:
         lm: the target.
         draft: the draft model.
         length: largest number of drafts in a round.
         threshold: predicted probability of a rejection above which the chain ends.
-        predictor: a result of `decodax.train.fit_predictor`.
-        samples: prompts as token ids, to fit a predictor to.
+        head: a result of `decodax.train.fit_acceptance_head` with its default number of blocks.
+        samples: prompts as token ids, to train a head on.
     """
-    found = given_or_fitted("specdec++", lm, draft, predictor, samples, rejected=6.0)
-    return Speculative(DraftModel(draft), shape=RiskThreshold(length, threshold, found))
+    head = given_or_fitted("specdec++", "head", fit_acceptance_head, head, samples, lm, draft)
+    return Speculative(AcceptanceHead(DraftModel(draft), head), shape=RiskThreshold(length, threshold, None))

@@ -46,10 +46,25 @@ def probability(draft: DraftFeatures) -> Array:
     return jnp.exp(draft.log_p)
 
 
-def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
-    """Returns a function of a chain's next draft and its index that calls the predictor with the draft's features."""
+def chances(predictor: Predictor | None) -> Callable[[Children, Array], Array]:
+    """Returns a function of a chain's next draft and its index that calls the predictor with the draft's features.
+    None: `foretold`."""
+    if predictor is None:
+        return foretold
     return lambda child, i: predictor(DraftFeatures(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
-                                              None if child.hidden is None else child.hidden[:, 0]))
+                                                    None if child.hidden is None else child.hidden[:, 0]))
+
+
+def foretold(child: Children, index: Array) -> Array:
+    """Returns what the source itself predicts (`Answer.chance`), `f32[B]`, for a chain's next draft.
+
+    Raises:
+        ValueError: the source predicts nothing.
+    """
+    if child.chance is None:
+        raise ValueError("shape: this one takes a source that predicts the acceptance of drafts, such as a block head "
+                         "with a confidence head, or AcceptanceHead")
+    return child.chance[:, 0]
 
 
 def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],

@@ -1,0 +1,41 @@
+"""AdaEAGLE: a small network predicts before each round how many tokens to draft ("AdaEAGLE: Optimizing Speculative
+Decoding via Explicit Modeling of Adaptive Draft Structures", Zhang et al., 2024).
+
+The network reads the target's hidden state from which the newest token was drawn. The paper drafts with EAGLE's head;
+that of EAGLE-3 does as well. Its widths and training are ours (`decodax.train.fit_draft_length`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decodax.algorithms.speculative.adaptive.fit_stoppers import fit_draft_length
+from decodax.algorithms.speculative.adaptive.predictor import given_or_fitted
+from decodax.algorithms.speculative.adaptive.stoppers import DraftLength
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.heads.source import trained
+from decodax.algorithms.speculative.trees.confidence_threshold import ConfidenceChain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+
+
+@ALGORITHMS.register("adaeagle", "AdaEAGLE: Optimizing Speculative Decoding via Explicit Modeling of Adaptive Draft "
+                     "Structures", "Zhang et al. 2024", family="speculative-linear",
+                     needs="a trained drafter and samples", drafter="eagle",
+                     guarantee="seed-exact")
+def adaeagle(lm: Any, draft: Any = None, length: Count = 8, network: Any = None, samples: Any = None,
+             verify: Verifier | None = None) -> Speculative:
+    """Drafts as many tokens with EAGLE's head as a small network on the target's hidden state predicts to be accepted.
+
+    Args:
+        lm: the target.
+        draft: a drafter of "eagle", "hass" or "eagle-3" from `decodax.load_drafter`; None: the shipped one.
+        length: largest number of drafts in a round.
+        network: a result of `decodax.train.fit_draft_length`.
+        samples: prompts as token ids, to train a network on.
+        verify: the rule that accepts drafts; None: seed-exact.
+    """
+    source = trained(lm, draft, "eagle", "hass", "eagle-3")
+    network = given_or_fitted("adaeagle", "network", fit_draft_length, network, samples, lm, source)
+    return Speculative(DraftLength(source, network), verify or SeedExact(), ConfidenceChain(length, 0.5, None))
