@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+HERE = Path(__file__).parent
+
 SPREAD = ("contracts/test_verifier.py", "contracts/test_algorithm.py", "laws/test_families.py",
           "contracts/test_diffusion_rule.py",
           "conformance/test_conformance.py", "test_malformed.py")
@@ -42,13 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sends the tests of a module to one process, where they share what is compiled.
 
     It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread. And takes
-    the mark `wide` off the parameters that it names.
+    the mark `wide` off the parameters that it names, and makes the cases of `long.txt` `full`.
     """
+    long = frozenset((HERE / "long.txt").read_text().splitlines())
     for item in items:
         wide = item.get_closest_marker("wide")
         case = item.name.partition("[")[2].removesuffix("]")
         if wide is not None and case in wide.kwargs.get("but", ()):
             item.own_markers.remove(wide)
+        elif f"{item.path.relative_to(HERE).as_posix()}::{item.name}" in long:
+            item.add_marker("full")
         if not item.path.as_posix().endswith(SPREAD) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
@@ -60,13 +66,36 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+ROOM = 3 << 30
+"""Bytes by which a process may grow before it drops its programs: several of them share a machine."""
+held = [0]
+
+
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Drops compiled programs before the process runs out of memory maps: see `decodax.engine.compilation`."""
+    """Drops compiled programs before the process runs out of memory maps (`decodax.engine.compilation`) or memory."""
     from decodax.engine.compilation import drop_programs
 
     yield
-    drop_programs(0.45)     # before the library's own guard, which warns
+    # 0.45: before the library's own guard, which warns
+    if drop_programs(0 if resident() - held[0] > ROOM else 0.45):
+        return_memory()
+        held[0] = resident()
+
+
+def return_memory() -> None:
+    """Gives what was freed back to the system, which the C library keeps otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def resident() -> int:
+    """Bytes of memory that the process holds; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")
