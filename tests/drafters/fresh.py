@@ -33,11 +33,13 @@ def acceptance_head(draft: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def length_network(lm: Any, seed: int = 1) -> dict[str, Any]:
-    """A draft length predictor with random weights for a target."""
+    """A draft length predictor with random weights for a target, which predicts about 3."""
     D = lm.model.config.width
-    biases = {f"{name}_bias": np.ones(size, np.float32) for name, size in (("first", 8), ("second", 8), ("third", 1))}
-    return {**_drawn({"first": (D, 8), "second": (8, 8), "third": (8, 1)}, seed), **biases,
-            "mean": np.zeros(D, np.float32), "scale": np.ones(D, np.float32)}
+    biases = {"first_bias": np.zeros(8, np.float32), "second_bias": np.zeros(8, np.float32),
+              "third_bias": np.array([3], np.float32)}
+    weights = _drawn({"first": (D, 8), "second": (8, 8), "third": (8, 1)}, seed)
+    return {name: 2 * x for name, x in weights.items()} | biases | {
+        "mean": np.zeros(D, np.float32), "scale": np.ones(D, np.float32)}
 
 
 def _drawn(sizes: dict[str, tuple[int, int]], seed: int) -> dict[str, Any]:

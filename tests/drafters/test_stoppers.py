@@ -60,7 +60,7 @@ def test_a_chain_ends_where_a_rejection_is_likely() -> None:
 
 def test_as_many_tokens_are_drafted_as_the_targets_hidden_state_predicts() -> None:
     target, ids = lm("llama"), prompts(4)
-    network, drafter = length_network(target, 3), fresh("eagle", target)
+    network, drafter = length_network(target), fresh("eagle", target)
     alg = dx.algorithms.make("adaeagle", target, drafter, length=LENGTH, network=network)
     bare = alg.bare()
     _, params, policy, s = start(bare, "llama", ids, {}, draft=alg.weights, new=40)
@@ -81,10 +81,9 @@ def test_the_head_is_trained_on_what_the_target_would_accept() -> None:
     target, draft, samples = lm("llama"), lm("sliding"), prompts(8)
     states, chance = acceptance_examples(target, draft, samples, 0.15, 1.0, 48)
     assert 150 < len(chance) < 8 * 48 and 0.1 < float(chance.mean()) < 0.99 and states.shape == (len(chance), 16)
-    head = dx.train.fit_acceptance_head(target, draft, samples, rejected=1.0, max_new_tokens=48)
+    head = dx.train.fit_acceptance_head(target, draft, samples, rejected=1.0, max_new_tokens=48, rate=1e-2)
     predicted = np.asarray(accepted(head, states, 3))
-    entropy = lambda p: -(chance * np.log(p) + (1 - chance) * np.log(1 - p)).mean()
-    assert entropy(predicted) < entropy(np.full(len(chance), chance.mean())) - 0.02
+    assert abs(predicted.mean() - chance.mean()) < 0.02 and np.corrcoef(predicted, chance)[0, 1] > 0.5
     drawn = lambda **given: dx.generate(target, samples, seed=1, max_new_tokens=16, temperature=1.0, **given).tokens
     method = dx.algorithms.specdec_plus_plus(head=head)
     assert drawn(algorithm=method, draft=draft).tolist() == drawn().tolist()
