@@ -1,9 +1,9 @@
 """The published drafters that can be trained: for each the network that it has for a target, and its loss.
 
-Networks have one layer, or two of a block head, whatever the paper's size. Losses are the papers', except that Medusa
-and Hydra learn the target's distribution in place of labels, so that the text need not be the target's own. The noise
-on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of all heads, of which its authors draw
-one for each batch.
+Networks have one layer, or two of a block head and of Clover-2, whatever the paper's size. Losses are the papers',
+except that Medusa, Hydra and Clover learn the target's distribution in place of labels, so that the text need not be
+the target's own. The noise on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of all
+heads, of which its authors draw one for each batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import numpy as np
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
@@ -107,6 +109,11 @@ SYSTEMS = {
     "fastmtp": DrafterSystem(_mtp, 3, "hard", decay=0.6),
     "medusa": DrafterSystem(lambda c, vocab: MedusaHead((), vocab, width=c.width, heads=4, own_head=False), 4),
     "hydra": DrafterSystem(lambda c, vocab: HydraHead((), vocab, width=c.width, heads=4, own_head=False), 4),
+    "hydra-plus-plus": DrafterSystem(lambda c, vocab: HydraHead(
+        (), vocab, width=c.width, blocks=4, own_head=False, prefix=plain_layers(c, vocab)), 4, "soft", decay=1.0),
+    "clover": DrafterSystem(lambda c, vocab: CloverHead((), vocab, width=c.width, prefix=plain_layers(c, vocab)), 5),
+    "clover-2": DrafterSystem(lambda c, vocab: CloverHead(
+        (), vocab, width=c.width, prefix=plain_layers(c, vocab, 2), tokens_first=True), 5, "soft", 0.7, features=10.0),
     "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
@@ -166,7 +173,7 @@ def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
     target = flatten(lm.params)
     last = max((int(name.split(".")[1]) for name in target if name.startswith("layers.")), default=0)
     for name in own:
-        theirs = target.get(name.replace("layers.0.", f"layers.{last}."))
+        theirs = target.get(name.removeprefix("prefix.").replace("layers.0.", f"layers.{last}."))
         if isinstance(theirs, jax.Array) and theirs.shape == own[name].shape:     # others are packed
             own[name] = jnp.asarray(theirs, jnp.float32)
     table = target.get("lm_head.kernel") if "lm_head.kernel" in target else kernel_of("embed", target["embed"])

@@ -89,6 +89,12 @@ class DraftHead(abc.ABC):
         return False
 
     @property
+    def drafts_attend(self) -> bool:
+        """True if drafted tokens have keys and values, too; False if the head attends for verified ones alone, so that
+        `step` gets no attention function for drafted ones."""
+        return True
+
+    @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """Shape of the keys and values of each layer; empty: the head needs no cache."""
         return ()
@@ -131,7 +137,8 @@ class DraftHead(abc.ABC):
             positions: `i32[B, W]`, positions of the features.
             depth: `i32[B, W]`, number of drafted tokens up to the token of each pair: 0 for verified ones. A number if
                 it is the same for all.
-            attend: attention to the head's cache and to the pairs, see `Cache.attend`; None for a head without one.
+            attend: attention to the head's cache and to the pairs, see `Cache.attend`; None for a head without one,
+                and for drafted tokens if not `drafts_attend`.
         """
 
     @abc.abstractmethod

@@ -26,13 +26,15 @@ from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
 from decodax.models.weight_source import nested
@@ -45,8 +47,8 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
-    Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    HydraHead, CloverHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer,
+    QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from decodax.io.drafters.reading import placed, same
 from decodax.io.drafters.tensors import Tensors
 from decodax.io.files import CheckpointError
-from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.hydra import HydraHead
+from decodax.models.drafters.stack import MedusaHead, MLPSpeculatorHead
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:

@@ -54,7 +54,7 @@ class HeadState(Struct):
         hidden: `f[B, h]`, the head's hidden state for the newest token.
         state: `f[B, d]`, its state there.
         states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
-        scratch: within a round, the buffer with the keys and values of the nodes.
+        scratch: within a round, the buffer with the keys and values of the nodes, if they have any.
     """
 
     cache: Cache | None
@@ -113,7 +113,8 @@ class TrainedHead(Source):
         if cache is not None:
             # a row that goes on after its end keeps no pairs of tokens that were cut
             cache = truncate(cache, s.length - 1)
-            scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+            if self.head.drafts_attend:
+                scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
         hidden = state.hidden[:, None]
         return (state.replace(cache=cache, states=states, scratch=scratch),

@@ -1,0 +1,68 @@
+"""Heads that read the drafted tokens one by one give the numbers of their authors' code."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decodax.models import llama
+from decodax.models.drafters.clover import CloverHead
+from decodax.models.drafters.hydra import HydraHead
+from decodax.models.names import LLAMA, flatten
+from decodax.models.weight_source import nested
+from decodax.train.drafters import unrolled
+from tests.drafters import given
+from tests.drafters.test_published import Table
+
+AUTHORS = json.loads((Path(__file__).parent / "sequential.json").read_text())
+WIDTH, VOCAB = AUTHORS["features"], AUTHORS["vocabulary"]
+layers = lambda count: llama(vocab=VOCAB, width=WIDTH, layers=count, heads=4, kv_heads=2, head_dim=4, mlp=24,
+                             context=64, eps=1e-6)
+HEADS = {
+    "hydra-plus-plus": HydraHead((), VOCAB, width=WIDTH, heads=3, blocks=4, prefix=layers(1)),
+    "clover-2": CloverHead((), VOCAB, width=WIDTH, heads=3, prefix=layers(2), tokens_first=True),
+}
+THEIRS = {
+    "hydra-plus-plus": [
+        (r"prefix\.", "prefix_embeding_layer."), (r"heads\.(\d)\.residual", r"hydra_mlp.\1.1.res_connection"),
+        (r"heads\.(\d)\.first", r"hydra_mlp.\1.1.linear"), (r"heads\.(\d)\.block", r"hydra_mlp.\1.3.linear"),
+        (r"heads\.(\d)\.head", r"hydra_lm_head.\1.1")],
+    "clover-2": [
+        (r"prefix\.norm", "clover_norm"), (r"prefix\.", ""), (r"^norm", "clover_head_norm"),
+        (r"output_drafted", "clover_head_mlp2"), (r"output", "clover_head_mlp"), (r"newest\.", "clover_head_mlp_rnn."),
+        (r"decoder\.", "clover_head_mlp_rnn2."), (r"(rnn2?)\.norm", r"\1.input_layernorm")],
+}
+"""The names of the authors' code for ours, as patterns that are replaced in turn."""
+
+
+def their_name(case: str, ours: str) -> str:
+    name = re.sub(r"\.(kernel|scale)$", ".weight", ours)
+    for mine, theirs in LLAMA.items():
+        name = re.sub(rf"(layers\.\d)\.{re.escape(mine)}\.", rf"\1.{theirs}.", name)
+    for pattern, replacement in THEIRS[case]:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+@pytest.mark.wide(but=("clover-2",))
+@pytest.mark.parametrize("case", AUTHORS["cases"], ids=lambda case: case["name"])
+def test_a_head_computes_what_its_authors_code_does(case):
+    head = HEADS[case["name"]]
+    found = {ours: their_name(case["name"], ours) for ours in flatten(head.abstract_params())}
+    assert sorted(found.values()) == sorted(case["shapes"])
+    read = lambda ours, theirs: given.tensor(theirs, tuple(case["shapes"][theirs]))
+    weights = jax.tree.map(jnp.asarray, nested({
+        ours: read(ours, theirs).T if ours.endswith("kernel") else read(ours, theirs)
+        for ours, theirs in found.items()}))
+    features, ids = given.inputs(AUTHORS["positions"], WIDTH, VOCAB)
+    steps = jax.jit(lambda weights: unrolled(
+        Table(), head, weights, given.tensor("target.embed", (VOCAB, WIDTH)),
+        jnp.asarray(np.pad(ids, ((0, 0), (1, 0)))), jnp.pad(features, ((0, 0), (0, 1), (0, 0))),
+        len(case["values"])))(weights)
+    for (logits, hidden), wanted in zip(steps, case["values"], strict=True):
+        got = logits if head.own_head else hidden
+        np.testing.assert_allclose(got[0, :len(wanted)], wanted, atol=2e-5, rtol=1e-4)
