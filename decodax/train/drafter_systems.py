@@ -19,6 +19,7 @@ import numpy as np
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
@@ -114,6 +115,8 @@ SYSTEMS = {
     "clover": DrafterSystem(lambda c, vocab: CloverHead((), vocab, width=c.width, prefix=plain_layers(c, vocab)), 5),
     "clover-2": DrafterSystem(lambda c, vocab: CloverHead(
         (), vocab, width=c.width, prefix=plain_layers(c, vocab, 2), tokens_first=True), 5, "soft", 0.7, features=10.0),
+    "chimera": DrafterSystem(lambda c, vocab: ChimeraHead(
+        (), vocab, config=plain_layers(c, vocab), own_head=False), 5, decay=1.0, features=1.0),
     "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(

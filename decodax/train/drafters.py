@@ -147,6 +147,9 @@ def unrolled(target: Any, head: DraftHead, params: Tree, weights: Tree, tokens: 
     embed = lambda x: jax.lax.stop_gradient(embeddings(target, weights, x))
     project = lambda x: logits_of(target, jax.lax.stop_gradient(weights), x)
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(params)))
+    edge = jnp.broadcast_to(tokens[:, :1], (B, head.tokens_before))
+    before = [jnp.concatenate([edge, tokens], 1)[:, 1 + i:1 + i + T] for i in range(head.tokens_before)]
+    features = jnp.concatenate([features, *map(embed, before)], -1)
     state, held, found = head.enter(params, features.astype(dtype)), _Columns(), []
     for j in range(steps):
         token = jnp.pad(tokens[:, 1 + j:], ((0, 0), (0, 1 + j)))
@@ -167,15 +170,15 @@ class _Columns:
     def step(self, j: int, positions: Array) -> Any:
         """Returns the attention function of step `j`."""
         def attend(layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
-                   softcap: float | None = None, **options: Any) -> tuple[Array, Any]:
+                   softcap: float | None = None, sinks: Array | None = None, **options: Any) -> tuple[Array, Any]:
             if softcap is not None or any(x is not None for x in options.values()):
-                raise ValueError("head: its layers cannot have a soft cap, a bias or sinks in training")
+                raise ValueError("head: its layers cannot have a soft cap or a bias in training")
             held = self.keys.setdefault(layer, [])
             held.append((k, v))
             (first, values), T = held[0], q.shape[1]
             mask = jnp.tril(jnp.ones((1, T, T), bool))
             out, lse = window_attention_lse(q, first, values, mask, positions + j, scale=scale, sliding=sliding,
-                                            key_positions=positions)
+                                            key_positions=positions, sinks=sinks)
             if j == 0:
                 return out, ()
             wide = lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], 2).astype(jnp.float32)

@@ -37,7 +37,7 @@ _SHORT = dict(batch=16, peak=1e-2, warmup=5, minutes=0.2)
 STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
 """Drafters of small heads without attention."""
 
-SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2")
+SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2", "chimera")
 """Drafters of small heads that read the drafted tokens, behind or beside decoder layers."""
 
 PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}

@@ -14,6 +14,7 @@ from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
+from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.recurrent import RecurrentHead
@@ -42,11 +43,13 @@ HEADS = {
     "hydra-plus-plus": HydraHead((), VOCABULARY, width=16, blocks=4, own_head=False, prefix=ONE),
     "clover": CloverHead((), VOCABULARY, width=16, heads=4, prefix=ONE),
     "clover-2": CloverHead((), VOCABULARY, width=16, heads=4, prefix=CONFIG, tokens_first=True),
+    "chimera": ChimeraHead((), VOCABULARY, config=ONE, heads=4),
     "mlp-speculator": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=24, scale_input=True),
     "mlp-speculator-tied": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=12, tied=True),
     "mlp-speculator-shared": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=16, own_head=False),
 }
-SHOWN = ("eagle", "eagle3", "eagle3-two", "mtp", "hydra", "hydra-plus-plus", "clover", "mlp-speculator")
+SHOWN = ("eagle", "eagle3", "eagle3-two", "mtp", "hydra", "hydra-plus-plus", "clover", "chimera",
+         "mlp-speculator")
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
 SHAPES = {"chain": Chain(4), "tree": Fixed.of(UNEVEN)}
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from decodax.models import llama
+from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.names import LLAMA, flatten
@@ -25,6 +26,7 @@ layers = lambda count: llama(vocab=VOCAB, width=WIDTH, layers=count, heads=4, kv
 HEADS = {
     "hydra-plus-plus": HydraHead((), VOCAB, width=WIDTH, heads=3, blocks=4, prefix=layers(1)),
     "clover-2": CloverHead((), VOCAB, width=WIDTH, heads=3, prefix=layers(2), tokens_first=True),
+    "chimera": ChimeraHead((), VOCAB, config=layers(1), heads=3),
 }
 THEIRS = {
     "hydra-plus-plus": [
@@ -35,6 +37,8 @@ THEIRS = {
         (r"prefix\.norm", "clover_norm"), (r"prefix\.", ""), (r"^norm", "clover_head_norm"),
         (r"output_drafted", "clover_head_mlp2"), (r"output", "clover_head_mlp"), (r"newest\.", "clover_head_mlp_rnn."),
         (r"decoder\.", "clover_head_mlp_rnn2."), (r"(rnn2?)\.norm", r"\1.input_layernorm")],
+    "chimera": [(r"layers\.0", "fast_layer1.0"), (r"^trigram", "trimlp.0.linear"), (r"^project", "trimlp.1"),
+                (r"heads\.(\d)", r"chimera_head.\1.0")],
 }
 """The names of the authors' code for ours, as patterns that are replaced in turn."""
 
@@ -54,7 +58,11 @@ def test_a_head_computes_what_its_authors_code_does(case):
     head = HEADS[case["name"]]
     found = {ours: their_name(case["name"], ours) for ours in flatten(head.abstract_params())}
     assert sorted(found.values()) == sorted(case["shapes"])
-    read = lambda ours, theirs: given.tensor(theirs, tuple(case["shapes"][theirs]))
+
+    def read(ours, theirs):
+        x = given.tensor(theirs, tuple(case["shapes"][theirs]))
+        return np.roll(x, WIDTH, 1) if theirs.startswith("chimera_head") else x     # theirs reads the state first
+
     weights = jax.tree.map(jnp.asarray, nested({
         ours: read(ours, theirs).T if ours.endswith("kernel") else read(ours, theirs)
         for ours, theirs in found.items()}))

@@ -26,6 +26,7 @@ from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
 from decodax.models.drafters.head import DraftHead, Weights
@@ -47,8 +48,8 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, CloverHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer,
-    QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig,
+    Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
 

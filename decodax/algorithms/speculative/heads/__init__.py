@@ -3,6 +3,7 @@
 
 from decodax.algorithms.speculative.heads import (  # noqa: F401
     blockwise_parallel,
+    chimera,
     clover,
     dflash,
     dflash2,

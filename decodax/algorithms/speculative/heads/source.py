@@ -140,7 +140,7 @@ class TrainedHead(Source):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: HeadState) -> HeadState:
-        features = self.head.features(out.hidden, out.layers)
+        features, text = self.head.features(out.hidden, out.layers), s.tokens
         if decision is None:                # a chunk of the prompt, whose tokens are all known
             at = jnp.minimum(window.positions + 1, s.tokens.shape[1] - 1)
             tokens, live = jnp.take_along_axis(s.tokens, at, 1), window.live
@@ -150,6 +150,12 @@ class TrainedHead(Source):
             tokens, index = decision.tokens, jnp.arange(decision.tokens.shape[1], dtype=jnp.int32)
             live = (index < decision.count[:, None]) & (tokens >= 0) & s.running[:, None]
             pairs = causal(jnp.maximum(tokens, 0), s.length - 1, live)
+            if self.head.tokens_before:
+                text = text.at[jnp.arange(s.batch)[:, None], pairs.positions + 1].set(pairs.tokens, mode="drop")
+        if n := self.head.tokens_before:
+            at = jnp.maximum(pairs.positions[..., None] + jnp.arange(1 - n, 1, dtype=jnp.int32), 0)
+            read = embeddings(self.model, params.target, jnp.take_along_axis(text, at.reshape(s.batch, -1), 1))
+            features = jnp.concatenate([features, read.reshape(*features.shape[:2], -1)], -1)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
         cache = state.cache
         if cache is None:                   # only the newest pair matters
