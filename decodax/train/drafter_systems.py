@@ -25,7 +25,7 @@ from decodax.models.drafters.corrections import CandidateSelector, Markov, Prefi
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, ProbesHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -78,6 +78,15 @@ def tapped(layers: int) -> tuple[int, ...]:
     return chosen if len(set(chosen)) == 3 and layers > 5 else tuple(sorted({0, (layers - 1) // 2, layers - 1}))
 
 
+def upper(layers: int) -> tuple[int, ...]:
+    """Returns three layers from the middle on, of whose output hidden transfer makes its states, counted from 0.
+
+    >>> upper(32), upper(4)
+    ((15, 16, 17), (1, 2, 2))
+    """
+    return tuple(max(0, min(layers // 2 - 1 + i, layers - 2)) for i in range(3))
+
+
 def _eagle(c: DecoderConfig, vocab: int) -> DraftHead:
     return RecurrentHead((), vocab, config=plain_layers(c, vocab), fuse="fc", bias=True, first_norm=False,
                          final_norm=False)
@@ -122,6 +131,8 @@ SYSTEMS = {
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
         (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
     "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
+    "hidden-transfer": DrafterSystem(lambda c, vocab: HiddenTransferHead(
+        upper(len(c.layers)), vocab, width=c.width), 3),
     "dflash": DrafterSystem(_block(), 7, "hard"),
     "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
     "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),
@@ -158,7 +169,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
         return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
-    if isinstance(head, PromptTokensHead):
+    if isinstance(head, ProbesHead):
         head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     longest = head.longest

@@ -72,8 +72,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
-                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "dflash", "dspark",
-                               "domino", "dflash2", "xpress", "jetspec")},
+                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
+                               "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec")},
 }
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.parallel import ParallelHead
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -48,8 +48,8 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig,
-    Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, HiddenTransferHead,
+    DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
 

@@ -11,7 +11,7 @@ from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
 def drafting_source(lm: Any, drafter: Any) -> Source:
@@ -26,5 +26,6 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
     """
     if not isinstance(drafter, TrainedDrafter):
         return DraftModel(drafter)
-    make: Any = {BlockHead: block_draft, PromptTokensHead: prompt_tokens}.get(type(drafter.head), trained)
+    make: Any = next((make for kind, make in ((BlockHead, block_draft), (ProbesHead, prompt_tokens))
+                      if isinstance(drafter.head, kind)), trained)
     return make(lm, drafter, drafter.system)
