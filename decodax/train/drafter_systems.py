@@ -22,6 +22,7 @@ from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
@@ -33,6 +34,7 @@ from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
+from decodax.train.falcon import Glanced
 from decodax.train.prompt_tokens import InsertedPrompts
 
 
@@ -107,7 +109,7 @@ def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
                                       target_vocab=c.vocab, **settings)
 
 
-Objective = Unrolled | AnchoredBlocks | InsertedPrompts
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced
 """The losses of drafters."""
 
 BLOCK_LOSS = "0.9*tv+0.1*hard"
@@ -133,6 +135,8 @@ SYSTEMS = {
     "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
     "hidden-transfer": DrafterSystem(lambda c, vocab: HiddenTransferHead(
         upper(len(c.layers)), vocab, width=c.width), 3),
+    "falcon": DrafterSystem(lambda c, vocab: FalconHead((), vocab, config=plain_layers(c, vocab)), 2,
+                            "0.9*kl+0.1*hard", features=10.0),
     "dflash": DrafterSystem(_block(), 7, "hard"),
     "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
     "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),
@@ -169,6 +173,9 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
         return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
+    if isinstance(head, FalconHead):
+        head = dataclasses.replace(head, block=drafts or own.drafts)
+        return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
     if isinstance(head, ProbesHead):
         head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)

@@ -11,6 +11,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     dspark,
     eagle,
     eagle3,
+    falcon,
     hidden_transfer,
     hydra,
     jetspec,

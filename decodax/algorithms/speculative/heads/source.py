@@ -138,8 +138,10 @@ class TrainedHead(Source):
         return (state.replace(states=states, scratch=scratch),
                 Answer(self._logits(params, step.hidden, depth), step.hidden))
 
-    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
-                state: HeadState) -> HeadState:
+    def _pairs(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None
+               ) -> tuple[Array, Window, Array]:
+        """Returns the features of a window's verified tokens, the pairs of their positions with the tokens after them,
+        and which of these count, `bool[B, W]`."""
         features, text = self.head.features(out.hidden, out.layers), s.tokens
         if decision is None:                # a chunk of the prompt, whose tokens are all known
             at = jnp.minimum(window.positions + 1, s.tokens.shape[1] - 1)
@@ -156,6 +158,11 @@ class TrainedHead(Source):
             at = jnp.maximum(pairs.positions[..., None] + jnp.arange(1 - n, 1, dtype=jnp.int32), 0)
             read = embeddings(self.model, params.target, jnp.take_along_axis(text, at.reshape(s.batch, -1), 1))
             features = jnp.concatenate([features, read.reshape(*features.shape[:2], -1)], -1)
+        return features, pairs, live
+
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: HeadState) -> HeadState:
+        features, pairs, live = self._pairs(params, s, window, out, decision)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
         cache = state.cache
         if cache is None:                   # only the newest pair matters
