@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.chimera import ChimeraHead
@@ -26,6 +25,7 @@ from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.prefixed import plain_layers
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, ProbesHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
@@ -57,17 +57,6 @@ class DrafterSystem:
     decay: float = 0.8
     features: float = 0.0
     share: float = 1.0
-
-
-def plain_layers(c: DecoderConfig, vocab: int, count: int = 1) -> DecoderConfig:
-    """Returns the configuration of `count` layers like the target's last one with attention: without experts, recurrent
-    blocks or shared keys, in the usual place of the norms."""
-    last = next((layer for layer in reversed(c.layers) if layer.recurrent is None and layer.latent is None), None)
-    rope = last.rope if last is not None else None
-    layer = Layer(rope=rope, scale=last.scale if last is not None else None)
-    return DecoderConfig(vocab=vocab, width=c.width, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, mlp=c.mlp,
-                         layers=(layer,) * count, context=c.context, norm=c.norm, qk_norm=c.qk_norm,
-                         activation=c.activation, gated=c.gated, qkv_bias=c.qkv_bias)
 
 
 def tapped(layers: int) -> tuple[int, ...]:

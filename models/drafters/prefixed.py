@@ -16,6 +16,7 @@ from jax import Array
 from decodax.cache import KVLayer
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer
+from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.stack import StackedHead
 from decodax.models.kv_shapes import kv_layers
@@ -82,4 +83,15 @@ def rope_tables(c: DecoderConfig, positions: Array) -> dict[Any, Any]:
         None: positions, "inputs": None}
 
 
-__all__ = ["PrefixLayers", "PrefixedHead", "rope_tables"]
+def plain_layers(c: DecoderConfig, vocab: int, count: int = 1) -> DecoderConfig:
+    """Returns the configuration of `count` layers like the target's last one with attention: without experts, recurrent
+    blocks or shared keys, in the usual place of the norms."""
+    last = next((layer for layer in reversed(c.layers) if layer.recurrent is None and layer.latent is None), None)
+    rope = last.rope if last is not None else None
+    layer = Layer(rope=rope, scale=last.scale if last is not None else None)
+    return DecoderConfig(vocab=vocab, width=c.width, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, mlp=c.mlp,
+                         layers=(layer,) * count, context=c.context, norm=c.norm, qk_norm=c.qk_norm,
+                         activation=c.activation, gated=c.gated, qkv_bias=c.qkv_bias)
+
+
+__all__ = ["PrefixLayers", "PrefixedHead", "plain_layers", "rope_tables"]

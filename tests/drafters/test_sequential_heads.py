@@ -9,15 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.io.drafters import load_drafter
+from decodax.io.files import CheckpointError
+from decodax.io.load import LM
 from decodax.models import llama
 from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.names import LLAMA, flatten
+from decodax.models.transformer import Transformer
 from decodax.models.weight_source import nested
 from decodax.train.drafters import unrolled
 from tests.drafters import given
-from tests.drafters.test_published import Table
+from tests.drafters.test_published import Table, written
 
 AUTHORS = json.loads((Path(__file__).parent / "sequential.json").read_text())
 WIDTH, VOCAB = AUTHORS["features"], AUTHORS["vocabulary"]
@@ -52,20 +56,23 @@ def their_name(case: str, ours: str) -> str:
     return name
 
 
-@pytest.mark.wide(but=("clover-2",))
-@pytest.mark.parametrize("case", AUTHORS["cases"], ids=lambda case: case["name"])
-def test_a_head_computes_what_its_authors_code_does(case):
-    head = HEADS[case["name"]]
-    found = {ours: their_name(case["name"], ours) for ours in flatten(head.abstract_params())}
-    assert sorted(found.values()) == sorted(case["shapes"])
+def weights_of(case):
+    """Our weights with the values of the case, and their names in the authors' code."""
+    names = {ours: their_name(case["name"], ours) for ours in flatten(HEADS[case["name"]].abstract_params())}
 
     def read(ours, theirs):
         x = given.tensor(theirs, tuple(case["shapes"][theirs]))
-        return np.roll(x, WIDTH, 1) if theirs.startswith("chimera_head") else x     # theirs reads the state first
+        x = np.roll(x, WIDTH, 1) if theirs.startswith("chimera_head") else x        # theirs reads the state first
+        return jnp.asarray(x.T if ours.endswith("kernel") else x)
 
-    weights = jax.tree.map(jnp.asarray, nested({
-        ours: read(ours, theirs).T if ours.endswith("kernel") else read(ours, theirs)
-        for ours, theirs in found.items()}))
+    return nested({ours: read(ours, theirs) for ours, theirs in names.items()}), names
+
+
+@pytest.mark.wide(but=("clover-2",))
+@pytest.mark.parametrize("case", AUTHORS["cases"], ids=lambda case: case["name"])
+def test_a_head_computes_what_its_authors_code_does(case):
+    head, (weights, names) = HEADS[case["name"]], weights_of(case)
+    assert sorted(names.values()) == sorted(case["shapes"])
     features, ids = given.inputs(AUTHORS["positions"], WIDTH, VOCAB)
     steps = jax.jit(lambda weights: unrolled(
         Table(), head, weights, given.tensor("target.embed", (VOCAB, WIDTH)),
@@ -74,3 +81,18 @@ def test_a_head_computes_what_its_authors_code_does(case):
     for (logits, hidden), wanted in zip(steps, case["values"], strict=True):
         got = logits if head.own_head else hidden
         np.testing.assert_allclose(got[0, :len(wanted)], wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_a_published_file_of_hydra_plus_plus_is_read_beside_its_target(tmp_path):
+    case = next(case for case in AUTHORS["cases"] if case["name"] == "hydra-plus-plus")
+    tensors = {name: given.tensor(name, tuple(shape)) for name, shape in case["shapes"].items()}
+    tensors |= {name.replace(".3.linear", f".{j}.linear"): x for j in (5, 7) for name, x in tensors.items()
+                if ".3.linear" in name}
+    tensors["prefix_embeding_layer.embed_tokens.weight"] = np.zeros((VOCAB, WIDTH), np.float32)
+    path = written(tmp_path, dict(hydra_num_heads=3, hydra_num_layers=4, hydra_head_arch="prefix-mlp"), tensors)
+    with pytest.raises(CheckpointError, match=r"leaves the shape of its first layer to the target, takes load_drafter"):
+        load_drafter(path)
+    made = load_drafter(path, LM(model=Transformer(layers(2)), params=None, vocab_size=VOCAB))
+    assert made.system == "hydra-plus-plus" and made.head.blocks == 4 and made.head.longest == 3
+    assert len(made.head.prefix.layers) == 1
+    jax.tree.map(np.testing.assert_array_equal, made.params, weights_of(case)[0])
