@@ -2,6 +2,7 @@
 the text alone."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptToke
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.train.prompt_tokens import InsertedPrompts, inserted
 from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
+from tests.matrix import often
 
 K = 3
 SHAPES = {"chain": Chain(K), "tree": Fixed.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])}
@@ -80,8 +82,8 @@ def alone(tokens, kind="prompts"):
 
 
 @pytest.mark.wide(but=("prompts-tree",))
-@pytest.mark.parametrize(("kind", "shape"), [("prompts", "chain"), ("prompts", "tree"), ("transfer", "chain"),
-                                             ("transfer", "tree"), ("transfer-below", "tree")])
+@pytest.mark.parametrize(("kind", "shape"), often(
+    [("prompts", "chain"), ("prompts", "tree"), ("transfer", "tree")], itertools.product(HEADS, SHAPES)))
 def test_the_output_is_plain_decodings_and_guesses_are_those_of_the_text_alone(kind, shape):
     source, weights = drafter(kind)
     alg = Speculative(source, shape=SHAPES[shape])
