@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.core.types import CanvasNodes, PartialForward
+from decodax.core.types import CanvasNodes, PartialForward, Transfer
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer, Keep
 from decodax.models.config import DecoderConfig
@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
                  begun: PartialForward | None = None, near: Near | None = None, images: Images | None = None,
-                 inputs: Array | None = None, canvas: CanvasNodes | None = None
+                 inputs: Array | None = None, canvas: CanvasNodes | None = None, transfer: Transfer | None = None
                  ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
         """Runs the layers.
 
@@ -63,6 +63,7 @@ class Decoder(nnx.Module):
             images: the images in the rows; None: there are none.
             inputs: those of all layers, from `LayerInputTable`, or None.
             canvas: the nodes of a canvas for a network with self-conditioning; None: there are none.
+            transfer: the nodes that are made of others at some layer; None: there are none.
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
@@ -75,10 +76,10 @@ class Decoder(nnx.Module):
         x = states[-1] if states else x
         echoes = None
         if self.c.shared or self.streams is not None:
-            if keep is not None or begun is not None:
+            if keep is not None or begun is not None or transfer is not None:
                 why = ("some read the keys and values of others" if self.c.shared else
                        "they have several residual streams")
-                raise ValueError(f"layers: {why}, so none can be left out")
+                raise ValueError(f"layers: {why}, so none can be left out for all nodes or some")
             if self.c.echoed:
                 assert near is not None
                 attend = echoes = Echoes(self.c, attend, near)
@@ -90,6 +91,7 @@ class Decoder(nnx.Module):
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
+            x = x if transfer is None else transfer(i, x)
             if i < len(added):
                 x = x + added[i].astype(x.dtype)
             if i in self.c.own:

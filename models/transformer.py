@@ -24,7 +24,7 @@ from decodax.common.struct import short
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
-from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
+from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward, Transfer
 from decodax.core.window import Window
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import Keep
@@ -160,14 +160,14 @@ class Transformer(LayeredModel):
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
         """Runs the network on a window; see `Model.apply`.
 
-        If the window has a `PartialForward` as a hint, it continues after those layers. `keep` selects the layers, or
-        halves of layers, that run.
+        With hints of the window it continues after the layers of a `PartialForward`, or follows a `Transfer`. `keep`
+        selects the layers, or halves of layers, that run.
         """
         c, begun, packing = self.config, window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
         network, images = _network(self.config, params, self.dtype), images_of(cache)
         window = window if images is None else images.seen(window)
-        canvas = conditioning.of(window, network)
+        canvas, transfer = conditioning.of(window, network), window.hint(Transfer)
         x, inputs = _embedded(network, window, cache)
         if (first := layers_read(cache) if window.is_prefill else None) is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
@@ -177,8 +177,8 @@ class Transformer(LayeredModel):
                 layer, q, k, v, conditioning.reaching(window, canvas), **options)
             attend = (Expanding.of(cache, window) if c.latent and not c.indexed else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
-            return network(x, window.positions, attend, self.context, keep,
-                           begun if begun is not None and begun.model == self else None, near, images, inputs, canvas)
+            own = begun if begun is not None and begun.model == self else None
+            return network(x, window.positions, attend, self.context, keep, own, near, images, inputs, canvas, transfer)
 
         def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
             assert packing is not None
@@ -188,7 +188,7 @@ class Transformer(LayeredModel):
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
         if packing is None or keep is not None or begun is not None or by_row or c.echoed or c.recurrent or (
-                c.indexed or images is not None or canvas is not None):
+                c.indexed or images is not None or canvas is not None or transfer is not None):
             hidden, entries, layers = unpacked()
         else:
             hidden, entries, layers = packing.run(window.live, packed, unpacked)

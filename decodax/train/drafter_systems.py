@@ -1,9 +1,9 @@
 """The published drafters that can be trained: for each the network that it has for a target, and its loss.
 
-Networks have one layer, or two of a block head, whatever the paper's size. Losses are the papers', except that Medusa
-and Hydra learn the target's distribution in place of labels, so that the text need not be the target's own. The noise
-on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of all heads, of which its authors draw
-one for each batch.
+Networks have one layer, or two of a block head and of Clover-2, whatever the paper's size. Losses are the papers',
+except that Medusa, Hydra and Clover learn the target's distribution in place of labels, so that the text need not be
+the target's own. The noise on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of all
+heads, of which its authors draw one for each batch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.chimera import ChimeraHead
+from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.prefixed import plain_layers
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, ProbesHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
+from decodax.train.falcon import Glanced
 from decodax.train.prompt_tokens import InsertedPrompts
 
 
@@ -54,17 +59,6 @@ class DrafterSystem:
     share: float = 1.0
 
 
-def plain_layers(c: DecoderConfig, vocab: int, count: int = 1) -> DecoderConfig:
-    """Returns the configuration of `count` layers like the target's last one with attention: without experts, recurrent
-    blocks or shared keys, in the usual place of the norms."""
-    last = next((layer for layer in reversed(c.layers) if layer.recurrent is None and layer.latent is None), None)
-    rope = last.rope if last is not None else None
-    layer = Layer(rope=rope, scale=last.scale if last is not None else None)
-    return DecoderConfig(vocab=vocab, width=c.width, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, mlp=c.mlp,
-                         layers=(layer,) * count, context=c.context, norm=c.norm, qk_norm=c.qk_norm,
-                         activation=c.activation, gated=c.gated, qkv_bias=c.qkv_bias)
-
-
 def tapped(layers: int) -> tuple[int, ...]:
     """Returns the three layers that EAGLE-3 reads: an early, a middle and a late one, counted from 0.
 
@@ -73,6 +67,15 @@ def tapped(layers: int) -> tuple[int, ...]:
     """
     chosen = 1, max(0, layers // 2 - 1), max(0, layers - 4)
     return chosen if len(set(chosen)) == 3 and layers > 5 else tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+
+
+def upper(layers: int) -> tuple[int, ...]:
+    """Returns three layers from the middle on, of whose output hidden transfer makes its states, counted from 0.
+
+    >>> upper(32), upper(4)
+    ((15, 16, 17), (1, 2, 2))
+    """
+    return tuple(max(0, min(layers // 2 - 1 + i, layers - 2)) for i in range(3))
 
 
 def _eagle(c: DecoderConfig, vocab: int) -> DraftHead:
@@ -95,7 +98,7 @@ def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
                                       target_vocab=c.vocab, **settings)
 
 
-Objective = Unrolled | AnchoredBlocks | InsertedPrompts
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced
 """The losses of drafters."""
 
 BLOCK_LOSS = "0.9*tv+0.1*hard"
@@ -107,11 +110,22 @@ SYSTEMS = {
     "fastmtp": DrafterSystem(_mtp, 3, "hard", decay=0.6),
     "medusa": DrafterSystem(lambda c, vocab: MedusaHead((), vocab, width=c.width, heads=4, own_head=False), 4),
     "hydra": DrafterSystem(lambda c, vocab: HydraHead((), vocab, width=c.width, heads=4, own_head=False), 4),
+    "hydra-plus-plus": DrafterSystem(lambda c, vocab: HydraHead(
+        (), vocab, width=c.width, blocks=4, own_head=False, prefix=plain_layers(c, vocab)), 4, "soft", decay=1.0),
+    "clover": DrafterSystem(lambda c, vocab: CloverHead((), vocab, width=c.width, prefix=plain_layers(c, vocab)), 5),
+    "clover-2": DrafterSystem(lambda c, vocab: CloverHead(
+        (), vocab, width=c.width, prefix=plain_layers(c, vocab, 2), tokens_first=True), 5, "soft", 0.7, features=10.0),
+    "chimera": DrafterSystem(lambda c, vocab: ChimeraHead(
+        (), vocab, config=plain_layers(c, vocab), own_head=False), 5, decay=1.0, features=1.0),
     "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
         (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
     "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
+    "hidden-transfer": DrafterSystem(lambda c, vocab: HiddenTransferHead(
+        upper(len(c.layers)), vocab, width=c.width), 3),
+    "falcon": DrafterSystem(lambda c, vocab: FalconHead((), vocab, config=plain_layers(c, vocab)), 2,
+                            "0.9*kl+0.1*hard", features=10.0),
     "dflash": DrafterSystem(_block(), 7, "hard"),
     "dspark": DrafterSystem(_block(first_predicts=True, correction=Markov(32), confidence="token"), 8, BLOCK_LOSS),
     "domino": DrafterSystem(_block(first_predicts=True, correction=PrefixGRU(128, 64)), 8, "hard"),
@@ -148,7 +162,10 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
         return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
-    if isinstance(head, PromptTokensHead):
+    if isinstance(head, FalconHead):
+        head = dataclasses.replace(head, block=drafts or own.drafts)
+        return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
+    if isinstance(head, ProbesHead):
         head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     longest = head.longest
@@ -166,7 +183,7 @@ def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
     target = flatten(lm.params)
     last = max((int(name.split(".")[1]) for name in target if name.startswith("layers.")), default=0)
     for name in own:
-        theirs = target.get(name.replace("layers.0.", f"layers.{last}."))
+        theirs = target.get(name.removeprefix("prefix.").replace("layers.0.", f"layers.{last}."))
         if isinstance(theirs, jax.Array) and theirs.shape == own[name].shape:     # others are packed
             own[name] = jnp.asarray(theirs, jnp.float32)
     table = target.get("lm_head.kernel") if "lm_head.kernel" in target else kernel_of("embed", target["embed"])

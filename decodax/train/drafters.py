@@ -36,8 +36,8 @@ class Unrolled:
         steps: number of drafted tokens `K`.
         loss: name of the loss, see `decodax.train.draft_losses`.
         decay: the loss of the `j`-th token has the weight `decay ** j`.
-        features: weight of the smooth L1 distance between the head's state and the target's next feature (EAGLE-1);
-            for heads whose state has the features' width.
+        features: weight of the smooth L1 distance between the head's hidden state and the target's next feature
+            (EAGLE-1); for heads whose hidden states begin with one.
         ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
         dtype: dtype of the computation.
     """
@@ -63,7 +63,7 @@ class Unrolled:
         target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
         steps = unrolled(self.target, self.head, cast(params, self.dtype), extra, tokens, features, self.steps)
         total, weights, scalars = jnp.float32(0), 0.0, {}
-        for j, (logits, state) in enumerate(steps):
+        for j, (logits, hidden) in enumerate(steps):
             # the pair at position p predicts the token at p + 2 + j, which the target predicts at p + 1 + j
             count = tokens.shape[1] - 1 - j
             logits, truth = logits[:, :count], target[:, 1 + j:]
@@ -73,14 +73,15 @@ class Unrolled:
             each = loss_of(self.loss)(truth, logits, labels)
             one = (each * known).sum() / jnp.maximum(known.sum(), 1)
             if self.features:
-                # the head's state at p stands for the feature at p + 1 + j
-                one = one + self.features * _smooth_l1(state[:, :count], features[:, 1 + j:])
+                # the head's hidden state at p stands for the feature at p + 1 + j
+                one = one + self.features * smooth_l1(hidden[:, :count, :features.shape[-1]], features[:, 1 + j:])
             total, weights = total + self.decay ** j * one, weights + self.decay ** j
         loss = total / weights
         return loss, {"loss": loss, **scalars}
 
 
-def _smooth_l1(a: Array, b: Array) -> Array:
+def smooth_l1(a: Array, b: Array) -> Array:
+    """Returns the mean smooth L1 distance of arrays of one shape: half the square up to 1, then linear."""
     d = jnp.abs((a - b).astype(jnp.float32))
     return jnp.where(d < 1, 0.5 * d * d, d - 0.5).mean()
 
@@ -127,7 +128,7 @@ def target_outputs(target: Any, head: DraftHead, weights: Tree, tokens: Array, d
 
 def unrolled(target: Any, head: DraftHead, params: Tree, weights: Tree, tokens: Array, features: Array,
              steps: int) -> list[tuple[Array, Array]]:
-    """Returns the head's logits `f32[B, T, Vd]` and its states `f[B, T, d]` after 1 to `steps` drafted tokens, at
+    """Returns the head's logits `f32[B, T, Vd]` and hidden states `f[B, T, h]` after 1 to `steps` drafted tokens, at
     every position of a text.
 
     Entry `j` at position `p` is what drafting computes after the tokens up to `p + 1`, of which the last `j` are
@@ -147,11 +148,15 @@ def unrolled(target: Any, head: DraftHead, params: Tree, weights: Tree, tokens: 
     embed = lambda x: jax.lax.stop_gradient(embeddings(target, weights, x))
     project = lambda x: logits_of(target, jax.lax.stop_gradient(weights), x)
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(params)))
+    edge = jnp.broadcast_to(tokens[:, :1], (B, head.tokens_before))
+    before = [jnp.concatenate([edge, tokens], 1)[:, 1 + i:1 + i + T] for i in range(head.tokens_before)]
+    features = jnp.concatenate([features, *map(embed, before)], -1)
     state, held, found = head.enter(params, features.astype(dtype)), _Columns(), []
     for j in range(steps):
         token = jnp.pad(tokens[:, 1 + j:], ((0, 0), (0, 1 + j)))
-        step = head.step(params, token, embed, state, positions + j, j, held.step(j, positions))
-        found.append((head.logits(params, step.hidden, j, project), step.state))
+        attend = held.step(j, positions) if j == 0 or head.drafts_attend else None
+        step = head.step(params, token, embed, state, positions + j, j, attend)
+        found.append((head.logits(params, step.hidden, j, project), step.hidden))
         state = step.state
     return found
 
@@ -166,15 +171,15 @@ class _Columns:
     def step(self, j: int, positions: Array) -> Any:
         """Returns the attention function of step `j`."""
         def attend(layer: int, q: Array, k: Array, v: Array, *, scale: float, sliding: int | None = None,
-                   softcap: float | None = None, **options: Any) -> tuple[Array, Any]:
+                   softcap: float | None = None, sinks: Array | None = None, **options: Any) -> tuple[Array, Any]:
             if softcap is not None or any(x is not None for x in options.values()):
-                raise ValueError("head: its layers cannot have a soft cap, a bias or sinks in training")
+                raise ValueError("head: its layers cannot have a soft cap or a bias in training")
             held = self.keys.setdefault(layer, [])
             held.append((k, v))
             (first, values), T = held[0], q.shape[1]
             mask = jnp.tril(jnp.ones((1, T, T), bool))
             out, lse = window_attention_lse(q, first, values, mask, positions + j, scale=scale, sliding=sliding,
-                                            key_positions=positions)
+                                            key_positions=positions, sinks=sinks)
             if j == 0:
                 return out, ()
             wide = lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], 2).astype(jnp.float32)

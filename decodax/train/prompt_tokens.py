@@ -1,7 +1,8 @@
-"""Training of prompt tokens (`decodax.models.drafters.prompt_tokens`), beside a target that does not change.
+"""Training of prompt tokens and of hidden transfer (`decodax.models.drafters.prompt_tokens`), beside a target that does
+not change.
 
-At random places of a text the prompt tokens are inserted, all of a text in one forward pass of the target: they see the
-text up to their place and each other, and nothing sees them (PPD, Chen et al., 2024).
+At random places of a text the probes are inserted, all of a text in one forward pass of the target: they see the text
+up to their place and each other, and nothing sees them (PPD, Chen et al., 2024; Wu et al., 2024).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from jax import Array
 
 from decodax.core.window import Window
 from decodax.models.drafters.block_training import random_anchors
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.head import Weights
+from decodax.models.drafters.prompt_tokens import ProbesHead
 from decodax.train.block_drafters import key_of
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import acceptance
@@ -27,19 +29,19 @@ Tree = Any
 
 @dataclass(frozen=True)
 class InsertedPrompts:
-    """The loss of prompt tokens at random places of a text.
+    """The loss of probes, prompt tokens or transferred hidden states, at random places of a text.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
-        head: the prompt tokens.
+        head: the probes.
         places: number of places in a text.
         loss: name of the loss of a token, see `decodax.train.draft_losses`.
-        decay: the loss of the `j`-th prompt token, from 0, has the weight `decay ** j`.
+        decay: the loss of the `j`-th probe, from 0, has the weight `decay ** j`.
         dtype: dtype of the computation.
     """
 
     target: Any
-    head: PromptTokensHead
+    head: ProbesHead
     places: int = 64
     loss: str = "kl"
     decay: float = 0.8
@@ -48,14 +50,14 @@ class InsertedPrompts:
 
     @property
     def steps(self) -> int:
-        """Number of prompt tokens."""
+        """Number of probes."""
         return self.head.heads
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
-        """Returns the loss, a mean over prompt tokens, and scalars to log: "loss", and the acceptance of each.
+        """Returns the loss, a mean over probes, and scalars to log: "loss", and the acceptance of each.
 
         Args:
-            params: the embeddings.
+            params: the head's weights.
             batch: `i32[B, T + 1]`; the last token is not used.
             extra: the target's weights.
         """
@@ -64,7 +66,7 @@ class InsertedPrompts:
         usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
         places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
         out = self.target.apply(cast(jax.lax.stop_gradient(extra), self.dtype),
-                                inserted(tokens, places, cast(params, self.dtype)["prompts"]),
+                                inserted(tokens, places, self.head, cast(params, self.dtype)),
                                 self.target.init_cache(B, 0))
         flat = lambda x: x.reshape(B, -1)
         at = places[..., None] + 1 + jnp.arange(K, dtype=jnp.int32)      # the target predicts the same token there
@@ -81,16 +83,18 @@ class InsertedPrompts:
         return loss, {"loss": loss, **scalars}
 
 
-def inserted(tokens: Array, places: Array, prompts: Array) -> Window:
-    """Returns the window of texts with prompt tokens at some places. The nodes of the prompt tokens follow those of the
-    text; their positions and the mask say where they stand.
+def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -> Window:
+    """Returns the window of texts with probes at some places. The nodes of the probes follow those of the text; their
+    positions and the mask say where they stand.
 
     Args:
         tokens: `i32[B, T]`, the texts.
-        places: `i32[B, A]`, positions of the tokens after which the prompt tokens stand.
-        prompts: `f[K, D]`, their embeddings.
+        places: `i32[B, A]`, positions of the tokens after which the probes stand.
+        head: the probes.
+        weights: the head's weights.
     """
-    (B, T), A, (K, D) = tokens.shape, places.shape[1], prompts.shape
+    (B, T), A, K = tokens.shape, places.shape[1], head.heads
+    prompts, transfer = head.inputs(weights, places)
     place, index = np.divmod(np.arange(A * K), K)
     here = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     at = places[:, place]
@@ -99,11 +103,14 @@ def inserted(tokens: Array, places: Array, prompts: Array) -> Window:
     mask = jnp.concatenate([
         jnp.pad(text, ((0, 0), (0, 0), (0, A * K))),
         jnp.concatenate([at[:, :, None] >= here[:, None], jnp.broadcast_to(own, (B, *own.shape))], 2)], 1)
-    vectors = jnp.broadcast_to(prompts[index], (B, A * K, D))
-    return Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * K))), mask=mask, live=jnp.ones((B, T + A * K), bool),
-                  positions=jnp.concatenate([here, at + 1 + index.astype(np.int32)], 1),
-                  embeddings=jnp.pad(vectors, ((0, 0), (T, 0), (0, 0))),
-                  embedded=jnp.broadcast_to(np.arange(T + A * K) >= T, (B, T + A * K)))
+    w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * K))), mask=mask, live=jnp.ones((B, T + A * K), bool),
+               positions=jnp.concatenate([here, at + 1 + index.astype(np.int32)], 1),
+               hints=() if transfer is None else (transfer,))
+    if prompts is None:
+        return w
+    vectors = jnp.broadcast_to(prompts[index], (B, A * K, prompts.shape[1]))
+    return w.replace(embeddings=jnp.pad(vectors, ((0, 0), (T, 0), (0, 0))),
+                     embedded=jnp.broadcast_to(np.arange(T + A * K) >= T, (B, T + A * K)))
 
 
 __all__ = ["InsertedPrompts", "inserted"]

@@ -25,6 +25,7 @@ from decodax.models.config import DecoderConfig
 from decodax.models.drafters.corrections import BlockSizes, Correction
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.drafters.local_convolution import Convolutions, LocalConvolution
+from decodax.models.drafters.prefixed import rope_tables
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import Linear, Norm, optional, weight
 
@@ -235,12 +236,12 @@ class BlockNetwork(nnx.Module):
 
     def context(self, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
         """Returns the keys and values of context features, for each layer."""
-        tables = self._tables(positions)
+        tables = rope_tables(self.h.config, positions)
         return tuple(cast(Attention, layer.attn).keys_values(state, tables) for layer in self._layers())
 
     def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, tuple[Any, ...]]:
         """Returns the hidden states `f[B, W, d]` of slots after the final norm, and the layers' entries."""
-        tables, entries = self._tables(positions), []
+        tables, entries = rope_tables(self.h.config, positions), []
         for i, layer in enumerate(self._layers()):
             if self.convolutions is None:
                 x, entry = layer(i, x, tables, attend)
@@ -257,11 +258,6 @@ class BlockNetwork(nnx.Module):
 
     def _layers(self) -> list[DecoderLayer]:
         return [self.layers[str(i)] for i in range(len(self.h.config.layers))]
-
-    def _tables(self, positions: Array) -> dict[Any, Any]:
-        tables: dict[Any, Any] = {layer.rope: layer.rope.table(positions) for layer in self.h.config.layers
-                                  if layer.rope is not None}
-        return tables | {None: positions, "inputs": None}
 
 
 __all__ = ["BlockHead", "BlockNetwork"]

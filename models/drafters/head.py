@@ -89,6 +89,17 @@ class DraftHead(abc.ABC):
         return False
 
     @property
+    def tokens_before(self) -> int:
+        """Number of tokens, up to that of the feature's position, that the head reads beside a pair's own."""
+        return 0
+
+    @property
+    def drafts_attend(self) -> bool:
+        """True if drafted tokens have keys and values, too; False if the head attends for verified ones alone, so that
+        `step` gets no attention function for drafted ones."""
+        return True
+
+    @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """Shape of the keys and values of each layer; empty: the head needs no cache."""
         return ()
@@ -116,7 +127,8 @@ class DraftHead(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, weights: Weights, features: Array) -> Array:
-        """Returns the state `f[B, W, d]` that stands for the target's features `f[B, W, F]`."""
+        """Returns the state `f[B, W, d]` that stands for the target's features `f[B, W, F]`. For a head with
+        `tokens_before`, their embeddings follow each feature, the oldest first, `f[B, W, F + n D]`."""
 
     @abc.abstractmethod
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
@@ -131,7 +143,8 @@ class DraftHead(abc.ABC):
             positions: `i32[B, W]`, positions of the features.
             depth: `i32[B, W]`, number of drafted tokens up to the token of each pair: 0 for verified ones. A number if
                 it is the same for all.
-            attend: attention to the head's cache and to the pairs, see `Cache.attend`; None for a head without one.
+            attend: attention to the head's cache and to the pairs, see `Cache.attend`; None for a head without one,
+                and for drafted tokens if not `drafts_attend`.
         """
 
     @abc.abstractmethod

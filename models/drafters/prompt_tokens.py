@@ -1,27 +1,52 @@
-"""Trained prompt tokens: a few embeddings by which the target itself predicts several tokens at once (PPD, Chen et al.,
-2024; PaSS, Monea et al., 2023).
+"""Nodes by which the target itself predicts several tokens at once: trained prompt tokens (PPD, Chen et al., 2024;
+PaSS, Monea et al., 2023), and pseudo hidden states that begin at a middle layer (hidden transfer, Wu et al., 2024).
 
-The target does not change. Prompt tokens stand after a token of the text; the target's hidden state at the `j`-th of
-them predicts the token `j + 2` places after that token.
+The target does not change. Such nodes, *probes*, stand after a token of the text; the target's hidden state at the
+`j`-th of them predicts the token `j + 2` places after that token.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from decodax.core.types import Transfer
 from decodax.models.drafters.head import Depth, Weights
 from decodax.models.drafters.stack import IndependentHeads
 from decodax.models.layers import weight
 
 
+class ProbesHead(IndependentHeads):
+    """Base class of heads whose hidden states are those of the target at probes, so they have no network of their own.
+
+    Attributes:
+        width: width `D` of the target.
+        heads: number of probes `K` after a token, the largest number of drafts on a path.
+    """
+
+    @property
+    def own_head(self) -> bool:
+        """False: the vocabulary matrix is the target's."""
+        return False
+
+    @abc.abstractmethod
+    def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
+        """Returns what the probes are in the target's forward pass: `f[K, D]` in place of the embeddings of tokens, or
+        the layers and maps that make them. `sources`, `i32[B or 1, A]`, are the nodes that they follow."""
+
+    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
+        return head(hidden)
+
+
 @dataclasses.dataclass(frozen=True)
-class PromptTokensHead(IndependentHeads):
-    """The embeddings of prompt tokens. Its hidden states are the target's, so it has no network of its own.
+class PromptTokensHead(ProbesHead):
+    """The embeddings of prompt tokens.
 
     Attributes:
         taps: empty: the hidden state after the final norm.
@@ -33,18 +58,47 @@ class PromptTokensHead(IndependentHeads):
     width: int = dataclasses.field(kw_only=True)
     heads: int = dataclasses.field(default=3, kw_only=True)
 
-    @property
-    def own_head(self) -> bool:
-        """False: the vocabulary matrix is the target's."""
-        return False
-
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
         module: Any = nnx.Module()
         module.prompts = weight(rngs, (self.heads, self.width), (None, "embed"), 0.02)
         return module
 
-    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
-        return head(hidden)
+    def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
+        return weights["prompts"], None
 
 
-__all__ = ["PromptTokensHead"]
+@dataclasses.dataclass(frozen=True)
+class HiddenTransferHead(ProbesHead):
+    """Linear maps from the hidden state of a token at a middle layer to pseudo hidden states of the tokens after it
+    (Wu et al., 2024). They run through the layers above, where they see the text and the pseudo states before them.
+
+    Attributes:
+        taps: the layer, counted from 0, of whose output each map makes its state, ascending; more maps than layers take
+            the last one.
+        vocab: number of logits.
+        width: width `D` of the target.
+        heads: number of maps `K`, the largest number of drafts on a path.
+    """
+
+    width: int = dataclasses.field(kw_only=True)
+    heads: int = dataclasses.field(default=3, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.taps or sorted(self.taps) != list(self.taps):
+            raise ValueError(f"taps: got {self.taps}, takes at least one layer, in ascending order, since a state sees "
+                             "those before it")
+
+    def module(self, rngs: nnx.Rngs) -> nnx.Module:
+        module: Any = nnx.Module()
+        # The paper leaves the first values open: a state begins as that of the token.
+        start = jnp.broadcast_to(jnp.eye(self.width), (self.heads, self.width, self.width))
+        module.maps = nnx.Param(start + weight(rngs, start.shape, (None, None, None), 0.02)[...], axes=(
+            None, "embed", None))
+        return module
+
+    def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
+        layers = (*self.taps, *self.taps[-1:] * self.heads)[:self.heads]
+        return None, Transfer(maps=weights["maps"], sources=sources, layers=layers)
+
+
+__all__ = ["HiddenTransferHead", "ProbesHead", "PromptTokensHead"]

@@ -20,6 +20,7 @@ from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
+from decodax.models.drafters.prefixed import rope_tables
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import STD, Linear, Norm, optional, weight
 
@@ -144,8 +145,7 @@ class RecurrentHeadNetwork(nnx.Module):
         h, c = self.h, self.h.config
         if h.drop_first:
             embedded = jnp.where(positions[..., None] == 0, 0, embedded)
-        tables: dict[Any, Any] = {layer.rope: layer.rope.table(positions) for layer in c.layers
-                                  if layer.rope is not None} | {None: positions, "inputs": None}
+        tables = rope_tables(c, positions)
         a, b = optional(self.embed_norm, embedded), optional(self.state_norm, state)
         both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
         entries, x = [], state if self.fc is None else self.fc(both)

@@ -1,7 +1,8 @@
 """Stacked heads: small networks, one for each of the next tokens, on one hidden state of the target.
 
 Blockwise parallel decoding (Stern et al., 2018) and Medusa (Cai et al., 2024) predict all tokens from that state alone;
-Hydra (Ankner et al., 2024) and IBM's MLP speculator (Wertheimer et al., 2024) also read the tokens drafted before.
+IBM's MLP speculator (Wertheimer et al., 2024) and Hydra (`decodax.models.drafters.hydra`) also read the tokens drafted
+before.
 """
 
 from __future__ import annotations
@@ -164,74 +165,6 @@ class BlockwiseHead(IndependentHeads):
 
 
 @dataclasses.dataclass(frozen=True)
-class HydraHead(StackedHead):
-    """Hydra (Ankner et al., 2024): Medusa heads that also read the embeddings of the tokens drafted before.
-
-    Head `i` reads `[f, e_0, ..., e_i]`, with the embedding `e_0` of the newest token: `R u + silu(W u + c)`, with the
-    bias in `R` too, then `blocks - 1` blocks `z + silu(W z + b)` of the same weights, then a vocabulary matrix with a
-    bias. The state of a node is all that its head reads.
-
-    Attributes:
-        taps: empty: the hidden state after the final norm.
-        vocab: number of logits.
-        width: width `D` of the target.
-        heads: number of heads `K`.
-        blocks: number of blocks of a head, the first included.
-        own_head: True: each head has a vocabulary matrix with a bias; False: all use the target's.
-    """
-
-    width: int = dataclasses.field(kw_only=True)
-    heads: int = dataclasses.field(default=4, kw_only=True)
-    blocks: int = 1
-    own_head: bool = True
-
-    @property
-    def state_width(self) -> int:
-        return self.width * (self.heads + 1)
-
-    def module(self, rngs: nnx.Rngs) -> nnx.Module:
-        module: Any = nnx.Module()
-        module.heads = nnx.Dict({str(i): _Hydra(self, i, rngs) for i in range(self.heads)})
-        return module
-
-    def enter(self, weights: Weights, features: Array) -> Array:
-        return jnp.pad(features, ((0, 0), (0, 0), (0, self.width * self.heads)))
-
-    def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Any) -> HeadStep:
-        # the embedding's place in the state is that of the node's depth
-        at = jnp.minimum(jnp.broadcast_to(depth, tokens.shape), self.heads - 1) + 1
-        parts = state.reshape(*tokens.shape, self.heads + 1, self.width)
-        state = jnp.where((jnp.arange(self.heads + 1) == at[..., None])[..., None],
-                          embed(tokens).astype(state.dtype)[:, :, None], parts).reshape(state.shape)
-        network = self.network(weights)
-        hidden = at_depth(depth, self.heads, lambda i, u: network.heads[str(i)](u[..., :self.width * (i + 2)]), state)
-        return HeadStep(hidden=hidden, state=state)
-
-    def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
-        if not self.own_head:
-            return head(hidden)
-        network = self.network(weights)
-        return at_depth(depth, self.heads, lambda i, z: network.heads[str(i)].head(z).astype(jnp.float32), hidden)
-
-
-class _Hydra(nnx.Module):
-    def __init__(self, h: HydraHead, index: int, rngs: nnx.Rngs):
-        self.blocks, wide = h.blocks, h.width * (index + 2)
-        self.residual = Linear(rngs, (wide, h.width), (None, "embed"), True)
-        self.first = Linear(rngs, (wide, h.width), (None, "embed"), True, 0.0)
-        self.block = Linear(rngs, (h.width, h.width), ("embed", None), True, 0.0) if h.blocks > 1 else None
-        self.head = Linear(rngs, (h.width, h.vocab), ("embed", "vocab"), True) if h.own_head else None
-
-    def __call__(self, u: Array) -> Array:
-        z = self.residual(u) + jax.nn.silu(self.first(u))
-        for _ in range(self.blocks - 1):
-            assert self.block is not None
-            z = z + jax.nn.silu(self.block(z))
-        return z
-
-
-@dataclasses.dataclass(frozen=True)
 class MLPSpeculatorHead(StackedHead):
     """IBM's MLP speculator (Wertheimer et al., 2024): a recurrent network with another set of weights for each step.
 
@@ -334,5 +267,4 @@ class _ScaleShift(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
 
-__all__ = ["BlockwiseHead", "HydraHead", "IndependentHeads", "MLPSpeculatorHead", "MedusaHead", "StackedHead",
-           "at_depth"]
+__all__ = ["BlockwiseHead", "IndependentHeads", "MLPSpeculatorHead", "MedusaHead", "StackedHead", "at_depth"]

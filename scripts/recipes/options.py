@@ -37,6 +37,9 @@ _SHORT = dict(batch=16, peak=1e-2, warmup=5, minutes=0.2)
 STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
 """Drafters of small heads without attention."""
 
+SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2", "chimera")
+"""Drafters of small heads that read the drafted tokens, behind or beside decoder layers."""
+
 PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 """Learning rates of drafters, where not 1e-3."""
 
@@ -69,8 +72,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
-                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, "ppd", "dflash", "dspark", "domino",
-                               "dflash2", "xpress", "jetspec")},
+                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
+                               "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec")},
 }
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -14,8 +14,11 @@ from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
+from decodax.models.drafters.chimera import ChimeraHead
+from decodax.models.drafters.clover import CloverHead
+from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.train.drafters import target_outputs, unrolled
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
@@ -37,11 +40,17 @@ HEADS = {
     "medusa": MedusaHead((), VOCABULARY, width=16, heads=4, blocks=2),
     "blockwise": BlockwiseHead((), VOCABULARY, width=16, heads=4, inner=12),
     "hydra": HydraHead((), VOCABULARY, width=16, heads=4, blocks=2),
+    "hydra-plus-plus": HydraHead((), VOCABULARY, width=16, blocks=4, own_head=False, prefix=ONE),
+    "clover": CloverHead((), VOCABULARY, width=16, heads=4, prefix=ONE),
+    "clover-2": CloverHead((), VOCABULARY, width=16, heads=4, prefix=CONFIG, tokens_first=True),
+    "chimera": ChimeraHead((), VOCABULARY, config=ONE, heads=4),
     "mlp-speculator": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=24, scale_input=True),
     "mlp-speculator-tied": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=12, tied=True),
     "mlp-speculator-shared": MLPSpeculatorHead((), VOCABULARY, width=16, heads=4, inner=16, own_head=False),
 }
 SHOWN = ("eagle", "eagle3", "eagle3-two", "mtp", "hydra", "mlp-speculator")
+OF_TEXT = (*SHOWN, "hydra-plus-plus", "chimera")
+"""Those whose states are compared; the output of every system is in tests/contracts/test_algorithm.py."""
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
 SHAPES = {"chain": Chain(4), "tree": Fixed.of(UNEVEN)}
 
@@ -72,7 +81,7 @@ def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(SHOWN, HEADS))
+@pytest.mark.parametrize("name", often(OF_TEXT, HEADS))
 def test_drafting_computes_the_logits_of_training(name):
     source, weights = drafter(name)
     network, target = model("llama")
@@ -91,7 +100,7 @@ def test_drafting_computes_the_logits_of_training(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(SHOWN, HEADS))
+@pytest.mark.parametrize("name", often(OF_TEXT, HEADS))
 def test_after_any_rounds_the_state_is_that_of_the_text(name):
     """Rounds that accept and reject leave the state of a head that has read the text as a prompt, in other chunks."""
     source, weights = drafter(name)

@@ -1,6 +1,8 @@
-"""Prompt tokens: drafting computes what training computes, and both what the target computes after the text alone."""
+"""Prompt tokens and hidden transfer: drafting computes what training computes, and both what the target computes after
+the text alone."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +15,77 @@ from decodax.algorithms.speculative.heads import HeadWeights
 from decodax.algorithms.speculative.heads.ppd import PromptTokens
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
-from decodax.core.window import causal
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.core.window import Window, causal
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
+from decodax.pallas_kernels.window_attention import window_attention
 from decodax.train.prompt_tokens import InsertedPrompts, inserted
 from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
+from tests.matrix import often
 
 K = 3
 SHAPES = {"chain": Chain(K), "tree": Fixed.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])}
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
 
 
+HEADS = {"prompts": PromptTokensHead((), VOCABULARY, width=16, heads=K),
+         "transfer": HiddenTransferHead((0, 0, 1), VOCABULARY, width=16, heads=K),
+         "transfer-below": HiddenTransferHead((0,), VOCABULARY, width=16, heads=K)}
+
+
 @functools.cache
-def drafter():
-    head = PromptTokensHead((), VOCABULARY, width=16, heads=K)
-    weights = {"prompts": jax.random.normal(jax.random.key(7), (K, 16))}
-    return PromptTokens(model("llama")[0], head, vocab_size=VOCABULARY), HeadWeights(weights)
+def drafter(kind="prompts"):
+    shapes = HEADS[kind].abstract_params()
+    weights = jax.tree.map(lambda x: jax.random.normal(jax.random.key(7), x.shape) * x.shape[-2] ** -0.5, shapes)
+    if kind == "prompts":
+        weights = {"prompts": jax.random.normal(jax.random.key(7), (K, 16))}
+    return PromptTokens(model("llama")[0], HEADS[kind], vocab_size=VOCABULARY), HeadWeights(weights)
 
 
-def alone(tokens):
-    """The target's hidden states at prompt tokens after a text, `f[K, D]`: the text and they are a causal window."""
+LONGEST = 60
+
+
+@functools.cache
+def after(kind):
+    """A function that returns the target's hidden states at the probes after the first T tokens of a text, `f[K, D]`.
+    Transferred nodes are added where they begin."""
     network, weights = model("llama")
-    prompt = drafter()[1].head["prompts"]
-    T = len(tokens)
-    w = causal(jnp.asarray([[*tokens, *[0] * K]], jnp.int32), jnp.zeros(1, jnp.int32))
-    w = w.replace(embeddings=jnp.pad(prompt[None], ((0, 0), (T, 0), (0, 0))), embedded=jnp.arange(T + K)[None] >= T)
-    return network.apply(weights, w, network.init_cache(1, 0)).hidden[0, T:]
+    head, source = drafter(kind)[1].head, HEADS[kind]
+
+    def causal_nodes(T, made):
+        """Positions and mask of the text and of `made` probes after its first T tokens."""
+        at = jnp.concatenate([jnp.arange(LONGEST), T + jnp.arange(made)])[None].astype(jnp.int32)
+        probe = jnp.arange(LONGEST + made) >= LONGEST
+        seen = jnp.where(probe[:, None], probe | (jnp.arange(LONGEST + made) < T), ~probe)
+        return at, (at[:, :, None] >= at[:, None]) & seen
+
+    def states(tokens, T):
+        if kind == "prompts":
+            at, mask = causal_nodes(T, K)
+            w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, K))), positions=at, mask=mask, live=at >= 0,
+                       embeddings=jnp.pad(head["prompts"][None], ((0, 0), (LONGEST, 0), (0, 0))),
+                       embedded=jnp.arange(LONGEST + K)[None] >= LONGEST)
+            return network.apply(weights, w, network.init_cache(1, 0)).hidden[0, LONGEST:]
+        net, taps = network.pieces(weights).network, [*source.taps, *source.taps * K][:K]
+        x = net.embedded(tokens, jnp.arange(LONGEST)[None])
+        for i in range(network.depth):
+            at, mask = causal_nodes(T, x.shape[1] - LONGEST)
+            near = lambda layer, q, k, v, at=at, mask=mask, **o: (window_attention(q, k, v, mask, at, **o), ())
+            x, _ = net.layers[str(i)](i, x, net.tables(at, None), near)
+            x = jnp.concatenate([x, *(x[:, T - 1][:, None] @ head["maps"][j] for j in range(K) if taps[j] == i)], 1)
+        return net.norm(x)[0, LONGEST:]
+
+    return jax.jit(states)
 
 
-@pytest.mark.wide(but=("tree",))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_output_is_plain_decodings_and_guesses_are_those_of_the_text_alone(shape):
-    source, weights = drafter()
+def alone(tokens, kind="prompts"):
+    return after(kind)(jnp.asarray([np.pad(tokens, (0, LONGEST - len(tokens)))], jnp.int32), len(tokens))
+
+
+@pytest.mark.wide(but=("prompts-tree",))
+@pytest.mark.parametrize(("kind", "shape"), often(
+    [("prompts", "chain"), ("prompts", "tree"), ("transfer", "tree")], itertools.product(HEADS, SHAPES)))
+def test_the_output_is_plain_decodings_and_guesses_are_those_of_the_text_alone(kind, shape):
+    source, weights = drafter(kind)
     alg = Speculative(source, shape=SHAPES[shape])
     assert texts(decode(alg, "llama", prompts(5), MIXED, eos=[1], draft=weights)) == texts(
         decode(Autoregressive(), "llama", prompts(5), MIXED, eos=[1]))
@@ -52,21 +94,24 @@ def test_the_output_is_plain_decodings_and_guesses_are_those_of_the_text_alone(s
     assert np.asarray(s.running).all() and np.asarray(s.stats.accepted).any()
     for row, n in enumerate(np.asarray(s.length)):
         # the newest token is not processed yet: the prompt tokens stand after the one before it
-        np.testing.assert_allclose(s.algo[0].hidden[row], alone(s.tokens[row, :n - 1].tolist()), atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(s.algo[0].hidden[row], alone(s.tokens[row, :n - 1].tolist(), kind),
+                                   atol=2e-5, rtol=1e-5)
 
 
-def test_training_inserts_prompt_tokens_at_many_places_as_if_alone():
+@pytest.mark.wide(but=("transfer",))
+@pytest.mark.parametrize("kind", ["prompts", "transfer"])
+def test_training_inserts_probes_at_many_places_as_if_alone(kind):
     network, weights = model("llama")
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, (2, 12)), jnp.int32)
     places = jnp.asarray([[0, 5, 10], [2, 3, 11]], jnp.int32)
-    prompt = drafter()[1].head["prompts"]
-    out = network.apply(weights, inserted(tokens, places, prompt), network.init_cache(2, 0))
+    source, own = drafter(kind)
+    out = network.apply(weights, inserted(tokens, places, source.head, own.head), network.init_cache(2, 0))
     whole = network.apply(weights, causal(tokens, jnp.zeros(2, jnp.int32)), network.init_cache(2, 0))
     np.testing.assert_allclose(out.hidden[:, :12], whole.hidden, atol=1e-5)
     for row in range(2):
         for i, place in enumerate(np.asarray(places[row])):
             np.testing.assert_allclose(out.hidden[row, 12 + i * K:12 + (i + 1) * K],
-                                       alone(tokens[row, :place + 1].tolist()), atol=2e-5, rtol=1e-5)
+                                       alone(tokens[row, :place + 1].tolist(), kind), atol=2e-5, rtol=1e-5)
 
 
 def test_the_loss_compares_each_prompt_token_with_the_target_where_it_predicts_the_same_token():

@@ -82,7 +82,7 @@ EMBEDDINGS = {"hydra": "target.embed", "eagle": "embed_tokens.weight"}
 @pytest.mark.wide
 @pytest.mark.parametrize("case", AUTHORS["cases"], ids=lambda case: case["name"])
 def test_a_head_computes_what_its_authors_code_does(case, tmp_path):
-    """The logits after each number of drafts; of EAGLE its states, since the head is the target's."""
+    """The logits after each number of drafts; of EAGLE its hidden states, since the head is the target's."""
     system, T, D, V = case["name"].partition(" ")[0], *(AUTHORS[key] for key in ("positions", "features", "vocabulary"))
     tensors = {name: given.tensor(case["same"][name].removeprefix("speculator."), tuple(shape))
                for name, shape in case["shapes"].items()}
@@ -92,8 +92,8 @@ def test_a_head_computes_what_its_authors_code_does(case, tmp_path):
     found = unrolled(Table(), drafter.head, drafter.params, given.tensor(EMBEDDINGS.get(system, "none"), (V, D)),
                      jnp.asarray(np.pad(ids, ((0, 0), (1, 0)))), jnp.pad(features, ((0, 0), (0, 1), (0, 0))),
                      len(case["logits"]))
-    for (logits, state), wanted in zip(found, case["logits"], strict=True):
-        got = state if system == "eagle" else logits
+    for (logits, hidden), wanted in zip(found, case["logits"], strict=True):
+        got = hidden if system == "eagle" else logits
         np.testing.assert_allclose(got[0, :len(wanted)], wanted, atol=2e-5, rtol=1e-4)
 
 

@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.common.struct import Struct, struct
 from decodax.core.checks import array
-from decodax.core.types import PartialForward
+from decodax.core.types import PartialForward, Transfer
 from decodax.core.window import Window
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
@@ -35,12 +35,14 @@ class Probes(Struct):
         offset: `i32[B or 1, P]`, their positions minus that of the newest token.
         sees: `bool[B or 1, P, 1 + N + P]`, window nodes to which each attends: newest token, drafts, probes.
         embeddings: `f[B or 1, P, D]`, vectors in place of the embeddings of their tokens; None: there are none.
+        transfer: the layers and maps that make the probes of other nodes; None: they are like all nodes.
     """
 
     tokens: Array
     offset: Array
     sees: Array
     embeddings: Array | None = None
+    transfer: Transfer | None = None
 
 
 @struct
@@ -166,7 +168,7 @@ def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: 
     return Window(tokens=jnp.concatenate([t.tokens, probes.tokens.astype(jnp.int32)], 1),
                   positions=jnp.concatenate([start + t.depth, start + probes.offset], 1), mask=mask,
                   live=jnp.concatenate([live, jnp.broadcast_to(running[:, None], (B, P))], 1),
-                  embeddings=vectors, embedded=embedded)
+                  embeddings=vectors, embedded=embedded, hints=() if probes.transfer is None else (probes.transfer,))
 
 
 def path_to(t: Tree, node: Array) -> Array:

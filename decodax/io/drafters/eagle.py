@@ -39,7 +39,7 @@ def read_eagle(tensors: Tensors, dtype: Any) -> tuple[RecurrentHead, Any]:
     layers = _layers(tensors.config, int(tensors.config["vocab_size"]))
     head = RecurrentHead((), layers.vocab, config=layers, fuse="fc", bias="fc.bias" in tensors, first_norm=False,
                          final_norm=False)
-    names = {"fc.kernel": "fc.weight", "fc.bias": "fc.bias", **_layer_names("layers.", len(layers.layers))}
+    names = {"fc.kernel": "fc.weight", "fc.bias": "fc.bias", **layer_names("layers.", len(layers.layers))}
     tensors.skip("embed_tokens.weight")     # a copy of the target's
     return head, placed(tensors, head, names, dtype)
 
@@ -76,7 +76,7 @@ def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_id
              "state_norm.scale": f"{mid}hidden_norm.weight", "norm.scale": "norm.weight", "tap_norm.scale":
              "input_norm.weight", "lm_head.kernel": "lm_head.weight", "embed": "embed_tokens.weight",
              **{f"tap_norms.{i}.scale": f"fc_norm.{i}.weight" for i in range(len(read))},
-             "mask_feature": "mask_hidden", **_layer_names("layers.", len(layers.layers))}
+             "mask_feature": "mask_hidden", **layer_names("layers.", len(layers.layers))}
     if mid == "midlayer.":
         names = {where: name.replace("layers.0.", mid) for where, name in names.items()}
     ids = tensors.vocabulary(vocab, known)
@@ -104,7 +104,7 @@ def _layers(config: Json, vocab: int) -> DecoderConfig:
     return dataclasses.replace(made, context=max(made.context, 1))
 
 
-def _layer_names(stem: str, count: int) -> dict[str, str]:
+def layer_names(stem: str, count: int) -> dict[str, str]:
     """Returns the tensor of each weight of ordinary layers."""
     names: dict[str, str] = {}
     for i in range(count):

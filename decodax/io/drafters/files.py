@@ -26,13 +26,17 @@ from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.chimera import ChimeraHead
+from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
+from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.parallel import ParallelHead
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
-from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
 from decodax.models.weight_source import nested
@@ -45,8 +49,8 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
-    Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, HiddenTransferHead,
+    FalconHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
 
@@ -106,14 +110,14 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
                  feeds_back: FeedsBack | None = None, layers: Sequence[int] | None = None, mask: int | None = None,
                  causal_sliding: bool | None = None) -> TrainedDrafter:
-    """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra, IBM's
-    MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash, DSpark, Domino,
-    DFlash2, JetSpec and XPress).
+    """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra and
+    Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
+    DSpark, Domino, DFlash2, JetSpec and XPress).
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
-        target: the target, a result of `decodax.load`, which the drafter is checked against. If it lies on a mesh, the
-            drafter is replicated over that. None: no check.
+        target: the target, a result of `decodax.load`, which the drafter is checked against, and whose shape published
+            files of Hydra++ leave to it. If it lies on a mesh, the drafter is replicated over that. None: no check.
         dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.
         layer_ids: for EAGLE-3, whether the file's layers of the target are named by their "outputs" or their "inputs";
             None: as its producer does, if that is known.
@@ -138,7 +142,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
     else:
         depth = target.model.depth if target is not None and isinstance(target.model, LayeredModel) else None
-        how = Conventions(depth, layer_ids, feeds_back, layers, mask, causal_sliding)
+        shape = None if depth is None else target.model.config
+        how = Conventions(depth, layer_ids, feeds_back, layers, mask, causal_sliding, shape)
         made = TrainedDrafter(*read_published(path, kind, how), str(directory))
     if target is not None:
         made.check(target)

@@ -14,6 +14,7 @@ from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagl
 from decodax.io.drafters.reading import tensors_in
 from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
 from decodax.io.files import CheckpointError
+from decodax.models.config import DecoderConfig
 from decodax.models.drafters.parallel import ParallelHead
 
 
@@ -24,6 +25,7 @@ class Conventions:
 
     Attributes:
         depth: number of the target's layers, or None if it is not known.
+        config: the target's configuration, or None if it is not known.
     """
 
     depth: int | None = None
@@ -32,6 +34,7 @@ class Conventions:
     layers: Sequence[int] | None = None
     mask: int | None = None
     causal_sliding: bool | None = None
+    config: DecoderConfig | None = None
 
 
 def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, Any, Any]:
@@ -45,7 +48,8 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
     if "medusa_num_heads" in config:
         return "medusa", *read_medusa(tensors, dtype), None
     if "hydra_num_heads" in config:
-        return "hydra", *read_hydra(tensors, dtype), None
+        hydra, weights = read_hydra(tensors, dtype, how.config)
+        return "hydra" if hydra.prefix is None else "hydra-plus-plus", hydra, weights, None
     if config.get("model_type") == "mlp_speculator":
         return "mlp-speculator", *read_mlp_speculator(tensors, dtype), None
     if dflash.is_block_head(config):

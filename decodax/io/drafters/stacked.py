@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from decodax.io.drafters.eagle import layer_names
 from decodax.io.drafters.reading import placed, same
 from decodax.io.drafters.tensors import Tensors
 from decodax.io.files import CheckpointError
-from decodax.models.drafters.stack import HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.config import DecoderConfig
+from decodax.models.drafters.hydra import HydraHead
+from decodax.models.drafters.prefixed import plain_layers
+from decodax.models.drafters.stack import MedusaHead, MLPSpeculatorHead
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:
@@ -53,31 +57,38 @@ def read_medusa(tensors: Tensors, dtype: Any) -> tuple[MedusaHead, Any]:
     return head, placed(tensors, head, names, dtype)
 
 
-def read_hydra(tensors: Tensors, dtype: Any) -> tuple[HydraHead, Any]:
-    """Returns the heads of a Hydra file (`hydra_lm_head.pt`) of the architecture "mlp".
+def read_hydra(tensors: Tensors, dtype: Any, target: DecoderConfig | None = None) -> tuple[HydraHead, Any]:
+    """Returns the heads of a Hydra file (`hydra_lm_head.pt`) of the architecture "mlp", or "prefix-mlp" (Hydra++) for a
+    target of whose shape its first layer is.
 
     Raises:
-        CheckpointError: another architecture.
+        CheckpointError: another architecture, or Hydra++ without the target's configuration.
     """
     if tensors.config.get("grounded_heads") is False:
         raise CheckpointError(f"{tensors.name}: grounded_heads is false, so its heads do not read the tokens drafted "
                               "before; supported are heads that do")
-    if (kind := tensors.config.get("hydra_head_arch", "mlp")) != "mlp":
-        raise CheckpointError(f"{tensors.name}: hydra_head_arch is {kind!r}, supported is 'mlp' (Hydra++ has a layer "
-                              "before its heads)")
+    if (kind := tensors.config.get("hydra_head_arch", "mlp")) not in ("mlp", "prefix-mlp"):
+        raise CheckpointError(f"{tensors.name}: hydra_head_arch is {kind!r}, supported are 'mlp' and 'prefix-mlp'")
+    if (prefixed := kind == "prefix-mlp") and target is None:
+        raise CheckpointError(f"{tensors.name}: leaves the shape of its first layer to the target, takes "
+                              "load_drafter(DIRECTORY, lm)")
     heads = _heads(tensors, r"hydra_mlp\.(\d+)\.\d+\.linear\.weight", "hydra_mlp.0.1.linear.weight")
     first, *rest = _numbers(tensors, r"hydra_mlp\.0\.(\d+)\.linear\.weight")     # between them were dropouts
     stem = "hydra_lm_head.{}" if "hydra_lm_head.0.weight" in tensors else "hydra_lm_head.{}.1"      # after a dropout
     own = f"{stem.format(0)}.weight"
-    head = HydraHead((), _vocabulary(tensors, own), width=tensors[f"hydra_mlp.0.{first}.linear.weight"].shape[0],
-                     heads=heads, blocks=1 + len(rest), own_head=own in tensors)
-    names: dict[str, str] = {}
+    vocab, theirs = _vocabulary(tensors, own), "prefix_embeding_layer."      # spelling as is
+    head = HydraHead((), vocab, width=tensors[f"hydra_mlp.0.{first}.linear.weight"].shape[0], heads=heads,
+                     blocks=1 + len(rest), own_head=own in tensors,
+                     prefix=plain_layers(target, vocab) if prefixed and target is not None else None)
+    names = {f"prefix.{name}": of for name, of in layer_names(f"{theirs}layers.", 1).items()}
+    names["prefix.norm.scale"] = f"{theirs}norm.weight"
+    tensors.skip(f"{theirs}embed_tokens.weight", f"{theirs}layers.0.self_attn.rotary_emb.inv_freq")
     for i in range(heads):
         block = f"hydra_mlp.{i}"
-        for ours, theirs in (("residual", f"{first}.res_connection"), ("first", f"{first}.linear"),
-                             *([("block", f"{rest[0]}.linear")] if rest else [])):
-            names |= {f"heads.{i}.{ours}.kernel": f"{block}.{theirs}.weight",
-                      f"heads.{i}.{ours}.bias": f"{block}.{theirs}.bias"}
+        for ours, part in (("residual", f"{first}.res_connection"), ("first", f"{first}.linear"),
+                           *([("block", f"{rest[0]}.linear")] if rest else [])):
+            names |= {f"heads.{i}.{ours}.kernel": f"{block}.{part}.weight",
+                      f"heads.{i}.{ours}.bias": f"{block}.{part}.bias"}
         names |= {f"heads.{i}.head.kernel": f"{stem.format(i)}.weight",
                   f"heads.{i}.head.bias": f"{stem.format(i)}.bias"}
         for part in ("weight", "bias"):

@@ -6,12 +6,14 @@ from typing import Any
 
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
 from decodax.algorithms.speculative.heads.ppd import prompt_tokens
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.falcon import FalconHead
+from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
 def drafting_source(lm: Any, drafter: Any) -> Source:
@@ -26,5 +28,6 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
     """
     if not isinstance(drafter, TrainedDrafter):
         return DraftModel(drafter)
-    make: Any = {BlockHead: block_draft, PromptTokensHead: prompt_tokens}.get(type(drafter.head), trained)
+    special = (BlockHead, block_draft), (ProbesHead, prompt_tokens), (FalconHead, semi_autoregressive)
+    make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
     return make(lm, drafter, drafter.system)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Shape
-from decodax.algorithms.speculative.trees.published import MEDUSA_63
+from decodax.algorithms.speculative.trees.published import MEDUSA_63, within
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.registry import ALGORITHMS
 
@@ -34,5 +33,4 @@ def medusa(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
         verify: the rule that accepts drafts; None: seed-exact. The paper's is `dx.verify.TypicalAcceptance()`.
     """
     source = trained(lm, draft, "medusa")
-    heads = source.longest or 4
-    return Speculative(source, verify or SeedExact(), shape or (MEDUSA_63 if heads >= 4 else Chain(heads)))
+    return Speculative(source, verify or SeedExact(), shape or within(MEDUSA_63, source.longest))

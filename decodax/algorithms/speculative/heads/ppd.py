@@ -32,9 +32,9 @@ from decodax.core.cache import Feature
 from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, embeddings, logits_of
+from decodax.core.types import Decision, Out, Params, Transfer, embeddings, logits_of
 from decodax.core.window import Window, take
-from decodax.models.drafters.prompt_tokens import PromptTokensHead
+from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
 @struct
@@ -42,8 +42,8 @@ class Prompted(Struct):
     """State of `PromptTokens`.
 
     Attributes:
-        hidden: `f[B, K, D]`, the target's hidden states at the prompt tokens after the last accepted token; zeros
-            before the first round.
+        hidden: `f[B, K, D]`, the target's hidden states at the probes after the last accepted token; zeros before the
+            first round.
     """
 
     hidden: Array
@@ -51,11 +51,11 @@ class Prompted(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokens(Source):
-    """Drafts with the target's own predictions at trained prompt tokens.
+    """Drafts with the target's own predictions at trained probes: prompt tokens, or transferred hidden states.
 
     Attributes:
         model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
-        head: the prompt tokens.
+        head: the probes after each node.
         weights: their `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
     """
@@ -63,7 +63,7 @@ class PromptTokens(Source):
     __repr__ = short
 
     model: Any
-    head: PromptTokensHead
+    head: ProbesHead
     weights: Any = data()
     vocab_size: int | None = None
     cache_needs: ClassVar[frozenset[Feature]] = TREES
@@ -100,14 +100,15 @@ class PromptTokens(Source):
         own = (node[:, None] == node) & (index <= index[:, None])
         above = jnp.asarray(t.sees)[:, node]
         sees = jnp.concatenate([above, jnp.broadcast_to(own, (above.shape[0], *own.shape))], 2)
+        vectors, transfer = self.head.inputs(params.draft.head, jnp.arange(t.size, dtype=jnp.int32)[None])
         return Probes(tokens=jnp.zeros((s.batch, len(node)), jnp.int32), sees=sees,
                       offset=jnp.asarray(t.depth)[:, node] + 1 + index.astype(np.int32),
-                      embeddings=params.draft.head["prompts"][index][None])
+                      embeddings=None if vectors is None else vectors[index][None], transfer=transfer)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Prompted) -> Prompted:
-        if decision is None or window.embedded is None:     # a window that another drafter has proposed
-            return state
+        if decision is None or (window.embedded is None and window.hint(Transfer) is None):
+            return state                    # of a window that another drafter has proposed
         K = self.head.heads
         last = jnp.maximum(decision.count - 1, 0)[:, None]
         node = jnp.maximum(jnp.take_along_axis(decision.source, last, 1), 0)
@@ -138,12 +139,12 @@ def ppd(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier
 
 
 def prompt_tokens(lm: Any, draft: Any, *systems: str) -> PromptTokens:
-    """Returns the source of drafts for a target, from trained prompt tokens; the arguments are those of `trained`.
+    """Returns the source of drafts for a target, from trained probes; the arguments are those of `trained`.
 
     Raises:
         ValueError: as in `trained`, or the drafter has a network.
     """
     made = trained(lm, draft, *systems)
-    if not isinstance(made.head, PromptTokensHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes prompt tokens")
+    if not isinstance(made.head, ProbesHead):
+        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes trained probes")
     return PromptTokens(made.model, made.head, made.weights)

@@ -54,7 +54,7 @@ class HeadState(Struct):
         hidden: `f[B, h]`, the head's hidden state for the newest token.
         state: `f[B, d]`, its state there.
         states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
-        scratch: within a round, the buffer with the keys and values of the nodes.
+        scratch: within a round, the buffer with the keys and values of the nodes, if they have any.
     """
 
     cache: Cache | None
@@ -113,7 +113,8 @@ class TrainedHead(Source):
         if cache is not None:
             # a row that goes on after its end keeps no pairs of tokens that were cut
             cache = truncate(cache, s.length - 1)
-            scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+            if self.head.drafts_attend:
+                scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
         hidden = state.hidden[:, None]
         return (state.replace(cache=cache, states=states, scratch=scratch),
@@ -137,9 +138,11 @@ class TrainedHead(Source):
         return (state.replace(states=states, scratch=scratch),
                 Answer(self._logits(params, step.hidden, depth), step.hidden))
 
-    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
-                state: HeadState) -> HeadState:
-        features = self.head.features(out.hidden, out.layers)
+    def _pairs(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None
+               ) -> tuple[Array, Window, Array]:
+        """Returns the features of a window's verified tokens, the pairs of their positions with the tokens after them,
+        and which of these count, `bool[B, W]`."""
+        features, text = self.head.features(out.hidden, out.layers), s.tokens
         if decision is None:                # a chunk of the prompt, whose tokens are all known
             at = jnp.minimum(window.positions + 1, s.tokens.shape[1] - 1)
             tokens, live = jnp.take_along_axis(s.tokens, at, 1), window.live
@@ -149,6 +152,17 @@ class TrainedHead(Source):
             tokens, index = decision.tokens, jnp.arange(decision.tokens.shape[1], dtype=jnp.int32)
             live = (index < decision.count[:, None]) & (tokens >= 0) & s.running[:, None]
             pairs = causal(jnp.maximum(tokens, 0), s.length - 1, live)
+            if self.head.tokens_before:
+                text = text.at[jnp.arange(s.batch)[:, None], pairs.positions + 1].set(pairs.tokens, mode="drop")
+        if n := self.head.tokens_before:
+            at = jnp.maximum(pairs.positions[..., None] + jnp.arange(1 - n, 1, dtype=jnp.int32), 0)
+            read = embeddings(self.model, params.target, jnp.take_along_axis(text, at.reshape(s.batch, -1), 1))
+            features = jnp.concatenate([features, read.reshape(*features.shape[:2], -1)], -1)
+        return features, pairs, live
+
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
+                state: HeadState) -> HeadState:
+        features, pairs, live = self._pairs(params, s, window, out, decision)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
         cache = state.cache
         if cache is None:                   # only the newest pair matters

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
+from decodax.algorithms.speculative.source import Shape
 
 
 def _tree(*levels: str) -> Fixed:
@@ -30,3 +31,13 @@ RECYCLING_80 = _tree(":8", "0:8 1:4 2:3 3:2 4:1 5:1 6:1 7:1",
                      "0000:3 0001:1 0002:1 0010:1 0100:1 1000:1", "00000:2 00010:1")
 """The tree of Token Recycling (Luo et al. 2024), template 2.2.2, the authors' default for Vicuna-7B: 80 drafts in 6
 layers, 8 candidates for a token (`tree_template_.py` of Luowaterbi/TokenRecycling at 1b4c05c, and of Spec-Bench)."""
+
+FALCON_75 = _tree(":20", "0:11 1:4 2:4", "00:7 01:10 02:1 03:1 10:1 20:1",
+                  "000:10 010:1 020:1 030:1 100:1 200:1")
+"""The tree of Falcon (Gao et al. 2024) for blocks of two tokens and two passes: 75 drafts in 4 layers
+(`kmask2_4layer_tree` of Bestpay-inc/Falcon at 367030e)."""
+
+
+def within(tree: Fixed, longest: int | None) -> Shape:
+    """Returns a tree, or a chain for a drafter that drafts fewer tokens than the tree has levels."""
+    return tree if longest is None or tree.length <= longest else Chain(longest)
