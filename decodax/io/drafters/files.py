@@ -33,8 +33,10 @@ from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
+from decodax.models.routing import Experts
 from decodax.models.weight_source import nested
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -46,7 +48,7 @@ ENTRY = "decodax_drafter"
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
     HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
-    Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
 
@@ -108,10 +110,12 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  causal_sliding: bool | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra, IBM's
     MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash, DSpark, Domino,
-    DFlash2, JetSpec and XPress).
+    DFlash2, JetSpec and XPress), or the layer for multi-token prediction inside a target's own directory (DeepSeek-V3,
+    GLM-4.5, Qwen3-Next, Qwen3.5, MiMo-7B), which `decodax.load` skips.
 
     Args:
-        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
+        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for a layer
+            inside a target, that of the target.
         target: the target, a result of `decodax.load`, which the drafter is checked against. If it lies on a mesh, the
             drafter is replicated over that. None: no check.
         dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.

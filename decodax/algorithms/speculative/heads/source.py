@@ -30,6 +30,7 @@ from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
 from decodax.io.drafters import TrainedDrafter, load_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, HeadStep
+from decodax.models.packed import Packed
 
 
 @struct
@@ -181,8 +182,10 @@ class TrainedHead(Source):
         return jnp.broadcast_to(logits, (*hidden.shape[:2], logits.shape[-1]))
 
     def _dtype(self, params: Params) -> Any:
-        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(params.draft.head)
-                                 if jnp.issubdtype(x.dtype, jnp.floating)))
+        # of most weights: some, such as the corrections of a router, stay float32, and kernels may be packed
+        leaves = jax.tree.leaves(params.draft.head, is_leaf=lambda x: isinstance(x, Packed))
+        arrays = [x for x in leaves if not isinstance(x, Packed) and jnp.issubdtype(x.dtype, jnp.floating)]
+        return max(arrays, key=lambda x: x.size).dtype
 
     def _shapes(self, params: Params, batch: int) -> HeadStep:
         """Returns shapes and dtypes of the head's output for one pair of each of `batch` rows."""

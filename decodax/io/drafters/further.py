@@ -1,0 +1,148 @@
+"""Reads the layer for multi-token prediction inside a target's checkpoint as a drafter (`decodax.models.further`).
+
+The decoder layer in it is the target's own kind of layer: its attention, its router, and its norms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from decodax.io.checkpoint import check_tensors, local_device
+from decodax.io.files import INDEX, ONE, CheckpointError, Files, named_tensors
+from decodax.io.quantised import read_scheme
+from decodax.io.quantised.tensors import TensorReader
+from decodax.io.quantised.weights import find_layers, load_weights
+from decodax.io.weights import Loader
+from decodax.models.drafters.recurrent import RecurrentHead
+from decodax.models.families import FAMILIES, family_of, read_config, text_part
+from decodax.models.further import FURTHER
+from decodax.models.names import (
+    as_stored,
+    embeddings,
+    flatten,
+    further_layers,
+    head_tensor,
+    layers_in,
+    sources,
+    stored_dtype,
+)
+from decodax.models.weight_source import WeightSource
+
+
+def further_in(path: Path, config: Mapping[str, Any]) -> list[str]:
+    """Returns the tensors of layers for multi-token prediction in a directory, if it is that of a model of a known
+    family; otherwise none.
+
+    Raises:
+        CheckpointError: it is that of a model whose further layers could be read, and it has none.
+    """
+    family, own = family_of(dict(config)), text_part(dict(config))
+    if family not in FAMILIES or not any((path / name).is_file() for name in (ONE, INDEX)):
+        return []
+    files = _files(path, family)
+    found = further_layers(family, int(own.get("num_hidden_layers") or 0), own, files.home)
+    if not found and family in FURTHER and layers_in(family, files.home) > 1:
+        raise CheckpointError(f"{path}: holds a model and no layers that predict further tokens; takes a directory "
+                              f"that has them ({FURTHER[family].block.format(stem='model.', index='N')}*)")
+    return found
+
+
+def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype: Any) -> tuple[RecurrentHead, Any]:
+    """Returns the layer for multi-token prediction of a model, and its weights.
+
+    Args:
+        path: the model's directory.
+        config: its `config.json`.
+        found: the tensors of further layers, from `further_in`.
+        dtype: dtype of the weights. Those of a quantised checkpoint stay packed.
+
+    Raises:
+        CheckpointError: the layers of the family are not read, there are several, or a tensor is missing or has another
+            shape.
+    """
+    try:
+        decoder, family = read_config(dict(config)), family_of(dict(config))
+    except ValueError as e:
+        raise CheckpointError(f"{path / 'config.json'}: {e}") from None
+    if family not in FURTHER:
+        raise CheckpointError(f"{path}: holds layers that predict further tokens ({named_tensors(sorted(found))}), and "
+                              f"those of model_type {family!r} are not read; supported are {', '.join(FURTHER)}")
+    rule, files, depth = FURTHER[family], _files(path, family), len(decoder.layers)
+    stem = next(name for name in embeddings(family) if name in files.home).removesuffix("embed_tokens.weight")
+    first = rule.block.format(stem=stem, index=depth if rule.continued else 0)
+    several = [name for name in found if name.startswith(rule.block.format(
+        stem=stem, index=depth + 1 if rule.continued else 1))]
+    if several:
+        raise CheckpointError(f"{path}: holds several layers that predict further tokens ({named_tensors(several)} "
+                              "belongs to the second); takes one, which is applied again and again")
+    # the layer has the kind of the last one with attention
+    kind = next(layer for layer in reversed(decoder.layers) if layer.recurrent is None)
+    around = {path: name.format(stem=stem, layer=first) for path, name in rule.around.items()}
+    target = {"embed": f"{stem}embed_tokens.weight", "lm_head.kernel": head_tensor(family, files.home)}
+    if decoder.tied:
+        target["lm_head.kernel"] = target["embed"]
+    copies = {part for part in target if part not in around or around[part] not in files.home
+              or _equal(files, around[part], target[part])}
+    head = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
+                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
+                         hidden_first=rule.hidden_first, drop_first=rule.drop_first,
+                         own_table="embed" not in copies, own_head="lm_head.kernel" not in copies)
+    shapes = head.abstract_params()
+    where = _sources(head, family, shapes, first, around, files)
+    spare = files.home.keys() - set(found) | {around[part] for part in copies if part in around}
+    scheme, name, leaves = read_scheme(path, dict(config)), jax.numpy.dtype(dtype).name, flatten(shapes)
+    plan = None if scheme is None else find_layers(files, scheme, where, shapes)
+    apart, more = ({}, set()) if plan is None else (plan.layers, plan.tensors)
+    check_tensors({path: source for path, source in where.items() if path not in apart}, files, spare | more, [])
+    on = dict.fromkeys(where, local_device())
+    if plan is not None:
+        return head, load_weights(files, plan, where, shapes, name, on)
+    with Loader(files, [leaf.shape for leaf in leaves.values()], name) as loader:
+        loaded = [loader.load(where[path], leaf.shape, stored_dtype(path, name), on[path])
+                  for path, leaf in leaves.items()]
+    return head, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
+
+
+def _files(path: Path, family: str) -> Files:
+    files = Files(path)
+    files.within(embeddings(family))
+    return files
+
+
+def _sources(head: RecurrentHead, family: str, shapes: Any, first: str, around: Mapping[str, str], files: Files
+             ) -> dict[str, WeightSource]:
+    """Returns the tensors of each weight.
+
+    Args:
+        head: the network.
+        family: the `model_type`.
+        shapes: its weights' shapes.
+        first: prefix of the tensors of the decoder layer.
+        around: name of each other tensor, by the weight's path.
+        files: the files.
+    """
+    # To its family the layer is the only one of a decoder.
+    table = embeddings(family)[0]
+    within = f"{table.removesuffix('embed_tokens.weight')}layers.0."
+    stored = lambda name: f"{first}{name.removeprefix(within)}"
+    here = [f"{within}{name.removeprefix(first)}" for name in files.home if name.startswith(first)]
+    block = sources(family, head.config, {"layers": shapes["layers"]}, {table, *here})
+    block = {path: dataclasses.replace(source, tensors=tuple(map(stored, source.tensors)))
+             for path, source in block.items()}
+    block = as_stored(block, lambda name: tuple(files.slice(name).get_shape()) if name in files.home else ())
+    for path, leaf in flatten(shapes).items():
+        if path not in block:
+            turned = path.endswith("kernel")
+            block[path] = WeightSource((around[path],), turned, None, leaf.shape[::-1] if turned else leaf.shape)
+    return {path: block[path] for path in flatten(shapes)}
+
+
+def _equal(files: Files, name: str, other: str) -> bool:
+    """Returns True if a tensor is a copy of another one."""
+    with TensorReader(files) as file:
+        return file.equal(name, other)
