@@ -24,7 +24,8 @@ def mtp(lm: Any, draft: Any = None, length: Count = 3, shape: Shape | None = Non
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`, which also reads the layer inside a target's own directory; None:
+            the shipped one.
         length: number of drafts in a round.
         shape: another shape of the draft tree.
         verify: the rule that accepts drafts; None: seed-exact.
