@@ -21,23 +21,27 @@ from decodax.io.drafters import load_drafter, save_drafter
 from decodax.io.files import CheckpointError
 from decodax.sampling import build as policy
 from tests.drafters.drafting import drafted_logits
+from tests.io.quantised.test_quantised_checkpoints import assert_same_weights
+from tests.io.quantised.test_quantised_families import LEFT
+from tests.io.quantised.writer import KINDS, Tensors, write_safetensors
 from tests.matrix import often
 from tests.models import tiny
 
-MTP = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-DEEPSEEK = {"enorm": "model.layers.2.enorm", "hnorm": "model.layers.2.hnorm", "eh_proj": "model.layers.2.eh_proj",
-            "post_norm": "model.layers.2.shared_head.norm", "mtp_block": "model.layers.2"}
-QWEN = {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
-        "post_norm": "mtp.norm", "mtp_block": "mtp.layers.0"}
-MIMO = {"enorm": "model.mtp_layers.0.token_layernorm", "hnorm": "model.mtp_layers.0.hidden_layernorm",
-        "eh_proj": "model.mtp_layers.0.input_proj", "post_norm": "model.mtp_layers.0.final_layernorm",
-        "mtp_block": "model.mtp_layers.0"}
+PARTS = "enorm", "hnorm", "eh_proj", "post_norm", "mtp_block"
+DEEPSEEK = dict(zip(PARTS, [f"model.layers.2{part}" for part in (
+    ".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", "")], strict=True))
+QWEN = dict(zip(PARTS, ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0"],
+                strict=True))
+MIMO = dict(zip(PARTS, [f"model.mtp_layers.0{part}" for part in (
+    ".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm", "")], strict=True))
 
 # name: case of tests/models/tiny.py, further options, the released name of each part, and model_type if it is another
 LAYOUTS = {
     "glm4-moe": ("glm4-moe", {"num_hidden_layers": 2}, DEEPSEEK, None),
+    "glm4-moe-two": ("glm4-moe", {"num_hidden_layers": 2, "num_mtp_layers": 2}, DEEPSEEK, None),
     "deepseek-v3": ("deepseek-v3", {"num_hidden_layers": 2}, DEEPSEEK, None),
+    "deepseek-v3-two": ("deepseek-v3", {"num_hidden_layers": 2, "num_mtp_layers": 2}, DEEPSEEK, None),
     "deepseek-v32": ("deepseek-v32", {"num_hidden_layers": 2}, DEEPSEEK, None),
     "glm4-moe-lite": ("glm4-moe-lite", {"num_hidden_layers": 2}, DEEPSEEK, None),
     "qwen3-next": ("qwen3-next", {**LAYERS, "mlp_only_layers": []}, QWEN, None),
@@ -51,9 +55,9 @@ def released(state: dict, parts: dict) -> dict:
     """The tensors of an `MtpModel` under the names of released files, with experts one by one."""
     found = {}
     for name, x in state.items():
-        if (place := re.fullmatch(r"layers\.0\.(\w+)\.(.+)", name)) is None:
+        if (place := re.fullmatch(r"layers\.(\d)\.(\w+)\.(.+)", name)) is None:
             continue        # the target's
-        stem, inner = parts[place[1]], place[2]
+        stem, inner = parts[place[2]].replace("layers.2", f"layers.{2 + int(place[1])}"), place[3]
         if inner.startswith("mlp.experts."):
             for e, own in enumerate(x):
                 each = zip(("gate_proj", "up_proj"), own.chunk(2), strict=True) if "gate_up" in inner else (
@@ -70,8 +74,11 @@ class Case:
     def __init__(self, name, directory):
         case, options, self.parts, kind = LAYOUTS[name]
         self.name, self.path = name, directory
-        self.target = tiny.build(case, **{**copy.deepcopy(MTP), **options})
-        self.layer = MtpModel(self.target, 1).eval()
+        self.count = options.get("num_mtp_layers", 1)
+        self.target = tiny.build(case, **{
+            "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"] * self.count,
+            "mtp_mlp_layer_types": ["sparse"] * self.count, **copy.deepcopy(options)})
+        self.layer = MtpModel(self.target, self.count).eval()
         torch.manual_seed(1)
         with torch.no_grad():
             for weight in self.layer.layers.parameters():
@@ -84,9 +91,10 @@ class Case:
             (directory / "config.json").read_text())
         self.tensors |= released(self.layer.state_dict(), self.parts)
         if self.parts is DEEPSEEK:      # with the copies that released files have
-            self.tensors |= {"model.layers.2.embed_tokens.weight": self.tensors["model.embed_tokens.weight"],
-                             "model.layers.2.shared_head.head.weight": self.tensors["lm_head.weight"]}
-        self.entries |= {"num_nextn_predict_layers": 1} | ({} if kind is None else {"model_type": kind})
+            for i in range(2, 2 + self.count):
+                self.tensors |= {f"model.layers.{i}.embed_tokens.weight": self.tensors["model.embed_tokens.weight"],
+                                 f"model.layers.{i}.shared_head.head.weight": self.tensors["lm_head.weight"]}
+        self.entries |= {"num_nextn_predict_layers": self.count} | ({} if kind is None else {"model_type": kind})
         self.write()
 
     def write(self, tensors=None, **entries):
@@ -108,15 +116,16 @@ class Case:
         with torch.no_grad():
             self.target(input_ids=torch.tensor([ids]), use_cache=False)
             hook.remove()
-            hidden, tokens = states[0][:, :-1], [*ids[1:]]
+            hidden, tokens, last = states[0][:, :-1], [*ids[1:]], self.count - 1
             for i in range(len(following) + 1):
                 embedded = self.layer.embed_tokens(torch.tensor([tokens]))
                 if self.name == "mimo":
                     embedded[:, 0] = 0
-                where = torch.arange(len(tokens))[None]
-                out = self.layer.forward_layer(0, hidden, where, None, inputs_embeds=embedded)
+                where = torch.arange(len(tokens))[None] + min(i, last)
+                out = self.layer.forward_layer(min(i, last), hidden, where, None, inputs_embeds=embedded)
                 found.append(self.target.lm_head(out[0, -1]).numpy())
-                hidden, tokens = torch.cat([hidden, out[:, -1:]], 1), [*tokens, *following[i:i + 1]]
+                tokens = [*tokens, *following[i:i + 1]]
+                hidden, tokens = (out, tokens[1:]) if i < last else (torch.cat([hidden, out[:, -1:]], 1), tokens)
         return np.stack(found)
 
 
@@ -173,6 +182,26 @@ def test_tables_of_its_own_are_read_and_a_saved_one_is_loaded_again(glm, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, back.params, made.params)
 
 
+@pytest.mark.wide
+def test_a_quantised_layer_stays_packed_and_drafts(glm, tmp_path):
+    config, writer = KINDS["fp8"]
+    made, plain = Tensors(), dict(glm.tensors)
+    for name, x in glm.tensors.items():
+        if x.ndim == 2 and ".layers." in name and not LEFT.search(name) and "shared_head" not in name:
+            parts, plain[name] = writer(name.removesuffix(".weight"), x)
+            made |= parts
+        else:
+            made[name] = x
+    write_safetensors(tmp_path / "model.safetensors", made)
+    (tmp_path / "config.json").write_text(json.dumps({**glm.entries, "quantization_config": config}))
+    glm.write(plain)
+    assert_same_weights((drafter := load_drafter(tmp_path)).params, load_drafter(glm.path).params)
+    with pytest.warns(UserWarning, match="further tokens"):
+        lm = dx.load(tmp_path)
+    run = lambda **options: dx.generate(lm, PROMPTS, max_new_tokens=6, eos_token_id=[], **options).tokens
+    np.testing.assert_array_equal(run(algorithm="mtp", draft=drafter), run())
+
+
 def test_what_cannot_be_read_is_named(glm):
     whole = glm.tensors
     some = lambda part: {name: x for name, x in whole.items() if part not in name}
@@ -180,7 +209,7 @@ def test_what_cannot_be_read_is_named(glm):
             (some("layers.2.hnorm"), {}, r"lacks tensor model\.layers\.2\.hnorm\.weight"),
             ({**whole, "model.layers.2.more.weight": np.zeros(3, np.float32)}, {}, r"model\.layers\.2\.more\.weight"),
             ({**whole, "model.layers.3.enorm.weight": np.zeros(32, np.float32)}, {"num_nextn_predict_layers": 2},
-             "several layers that predict further tokens"),
+             r"lacks tensors model\.layers\.3\."),
             (some("layers.2."), {}, "holds a model and no layers that predict further tokens"),
             (whole, {"model_type": "hy_v3", "num_experts": 8}, "those of model_type 'hy_v3' are not read")):
         glm.write(tensors, **entries)

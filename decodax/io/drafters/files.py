@@ -27,6 +27,7 @@ from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.parallel import ParallelHead
@@ -46,9 +47,9 @@ ENTRY = "decodax_drafter"
 """The entry of `config.json` that marks the library's own layout; its value is the system's name."""
 
 PARTS = {kind.__name__: kind for kind in (
-    RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
-    Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
+    RecurrentHead, DepthwiseHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
+    LocalConvolution, MedusaHead, HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig,
+    NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
 

@@ -1,23 +1,27 @@
-"""Reads the layer for multi-token prediction inside a target's checkpoint as a drafter (`decodax.models.further`).
+"""Reads the layers for multi-token prediction inside a target's checkpoint as a drafter (`decodax.models.further`).
 
-The decoder layer in it is the target's own kind of layer: its attention, its router, and its norms.
+The decoder layer in each is the target's own kind of layer: its attention, its router, and its norms.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from decodax.io.checkpoint import check_tensors, local_device
 from decodax.io.files import INDEX, ONE, CheckpointError, Files, named_tensors
 from decodax.io.quantised import read_scheme
+from decodax.io.quantised.scheme import Scheme
 from decodax.io.quantised.tensors import TensorReader
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.io.weights import Loader
+from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import FAMILIES, family_of, read_config, text_part
 from decodax.models.further import FURTHER
@@ -52,8 +56,9 @@ def further_in(path: Path, config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype: Any) -> tuple[RecurrentHead, Any]:
-    """Returns the layer for multi-token prediction of a model, and its weights.
+def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype: Any
+                 ) -> tuple[RecurrentHead | DepthwiseHead, Any]:
+    """Returns the layers for multi-token prediction of a model as a head, and its weights.
 
     Args:
         path: the model's directory.
@@ -62,8 +67,7 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
         dtype: dtype of the weights. Those of a quantised checkpoint stay packed.
 
     Raises:
-        CheckpointError: the layers of the family are not read, there are several, or a tensor is missing or has another
-            shape.
+        CheckpointError: the layers of the family are not read, or a tensor is missing or has another shape.
     """
     try:
         decoder, family = read_config(dict(config)), family_of(dict(config))
@@ -73,39 +77,49 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
         raise CheckpointError(f"{path}: holds layers that predict further tokens ({named_tensors(sorted(found))}), and "
                               f"those of model_type {family!r} are not read; supported are {', '.join(FURTHER)}")
     rule, files, depth = FURTHER[family], _files(path, family), len(decoder.layers)
-    stem = next(name for name in embeddings(family) if name in files.home).removesuffix("embed_tokens.weight")
-    first = rule.block.format(stem=stem, index=depth if rule.continued else 0)
-    several = [name for name in found if name.startswith(rule.block.format(
-        stem=stem, index=depth + 1 if rule.continued else 1))]
-    if several:
-        raise CheckpointError(f"{path}: holds several layers that predict further tokens ({named_tensors(several)} "
-                              "belongs to the second); takes one, which is applied again and again")
-    # the layer has the kind of the last one with attention
+    stem = next((name for name in embeddings(family) if name in files.home), embeddings(family)[0])
+    stem, first = stem.removesuffix("embed_tokens.weight"), depth if rule.continued else 0
+    prefix = lambda i: rule.block.format(stem=stem, index=first + i)
+    count = next(i for i in itertools.count() if not any(name.startswith(prefix(i)) for name in found)) or 1
+    around = [{part: name.format(stem=stem, layer=prefix(i)) for part, name in rule.around.items()}
+              for i in range(count)]
+    table = f"{stem}embed_tokens.weight"
+    copied = {"embed": table, "lm_head.kernel": table if decoder.tied else head_tensor(family, files.home)}
+    with TensorReader(files) as file:
+        own = {names[part] for names in around for part, name in copied.items() if names.get(part) in file
+               and not (name in file and file.equal(names[part], name))}
+    if count > 1 and own:
+        raise CheckpointError(f"{path}: holds {count} layers that predict further tokens, with tables of their own "
+                              f"({named_tensors(sorted(own))}); for several layers takes copies of the target's")
+    # The layers have the kind of the last one with attention.
     kind = next(layer for layer in reversed(decoder.layers) if layer.recurrent is None)
-    around = {path: name.format(stem=stem, layer=first) for path, name in rule.around.items()}
-    target = {"embed": f"{stem}embed_tokens.weight", "lm_head.kernel": head_tensor(family, files.home)}
-    if decoder.tied:
-        target["lm_head.kernel"] = target["embed"]
-    copies = {part for part in target if part not in around or around[part] not in files.home
-              or _equal(files, around[part], target[part])}
-    head = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
-                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
-                         hidden_first=rule.hidden_first, drop_first=rule.drop_first,
-                         own_table="embed" not in copies, own_head="lm_head.kernel" not in copies)
-    shapes = head.abstract_params()
-    where = _sources(head, family, shapes, first, around, files)
-    spare = files.home.keys() - set(found) | {around[part] for part in copies if part in around}
-    scheme, name, leaves = read_scheme(path, dict(config)), jax.numpy.dtype(dtype).name, flatten(shapes)
+    has = lambda part: around[0].get(part) in own
+    one = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
+                        config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
+                        hidden_first=rule.hidden_first, drop_first=rule.drop_first, own_table=has("embed"),
+                        own_head=has("lm_head.kernel"))
+    head = one if count == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=count)
+    where = {f"{f'depths.{i}.' if count > 1 else ''}{inside}": source for i, names in enumerate(around)
+             for inside, source in _sources(one, family, prefix(i), names, files).items()}
+    spare = files.home.keys() - set(found) | {names[part] for names in around for part in copied if part in names} - own
+    return head, _loaded(files, read_scheme(path, dict(config)), where, head.abstract_params(), spare,
+                         jnp.dtype(dtype).name)
+
+
+def _loaded(files: Files, scheme: Scheme | None, where: dict[str, WeightSource], shapes: Any, spare: set[str],
+            dtype: str) -> Any:
+    """Returns the weights from their sources; `spare` are the tensors that need not be used."""
+    where = {path: where[path] for path in flatten(shapes)}
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, more = ({}, set()) if plan is None else (plan.layers, plan.tensors)
     check_tensors({path: source for path, source in where.items() if path not in apart}, files, spare | more, [])
-    on = dict.fromkeys(where, local_device())
+    leaves, here = flatten(shapes), local_device()
     if plan is not None:
-        return head, load_weights(files, plan, where, shapes, name, on)
-    with Loader(files, [leaf.shape for leaf in leaves.values()], name) as loader:
-        loaded = [loader.load(where[path], leaf.shape, stored_dtype(path, name), on[path])
+        return load_weights(files, plan, where, shapes, dtype, dict.fromkeys(where, here))
+    with Loader(files, [leaf.shape for leaf in leaves.values()], dtype) as loader:
+        loaded = [loader.load(where[path], leaf.shape, stored_dtype(path, dtype), here)
                   for path, leaf in leaves.items()]
-    return head, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
+    return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
 def _files(path: Path, family: str) -> Files:
@@ -114,18 +128,18 @@ def _files(path: Path, family: str) -> Files:
     return files
 
 
-def _sources(head: RecurrentHead, family: str, shapes: Any, first: str, around: Mapping[str, str], files: Files
+def _sources(head: RecurrentHead, family: str, first: str, around: Mapping[str, str], files: Files
              ) -> dict[str, WeightSource]:
-    """Returns the tensors of each weight.
+    """Returns the tensors of each weight of one layer.
 
     Args:
         head: the network.
         family: the `model_type`.
-        shapes: its weights' shapes.
         first: prefix of the tensors of the decoder layer.
         around: name of each other tensor, by the weight's path.
         files: the files.
     """
+    shapes = head.abstract_params()
     # To its family the layer is the only one of a decoder.
     table = embeddings(family)[0]
     within = f"{table.removesuffix('embed_tokens.weight')}layers.0."
@@ -139,10 +153,4 @@ def _sources(head: RecurrentHead, family: str, shapes: Any, first: str, around: 
         if path not in block:
             turned = path.endswith("kernel")
             block[path] = WeightSource((around[path],), turned, None, leaf.shape[::-1] if turned else leaf.shape)
-    return {path: block[path] for path in flatten(shapes)}
-
-
-def _equal(files: Files, name: str, other: str) -> bool:
-    """Returns True if a tensor is a copy of another one."""
-    with TensorReader(files) as file:
-        return file.equal(name, other)
+    return block

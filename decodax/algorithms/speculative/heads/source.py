@@ -157,7 +157,7 @@ class TrainedHead(Source):
             features = take(features, at)
             pairs = causal(take(pairs.tokens, at), take(pairs.positions, at)[:, 0])
         entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
-        step = self._step(params, pairs, entered, 0, cache)
+        step = self._step(params, pairs, self.head.follow(entered, state.state), 0, cache)
         if cache is not None:
             # the slots depend on the step, or XLA on CPU copies the cache to protect its readers
             kept = live & jnp.isfinite(step.hidden).all(-1)
