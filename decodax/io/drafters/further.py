@@ -69,13 +69,14 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     Raises:
         CheckpointError: the layers of the family are not read, or a tensor is missing or has another shape.
     """
-    try:
-        decoder, family = read_config(dict(config)), family_of(dict(config))
-    except ValueError as e:
-        raise CheckpointError(f"{path / 'config.json'}: {e}") from None
+    family = family_of(dict(config))
     if family not in FURTHER:
         raise CheckpointError(f"{path}: holds layers that predict further tokens ({named_tensors(sorted(found))}), and "
                               f"those of model_type {family!r} are not read; supported are {', '.join(FURTHER)}")
+    try:
+        decoder = read_config(dict(config))
+    except ValueError as e:
+        raise CheckpointError(f"{path / 'config.json'}: {e}") from None
     rule, files, depth = FURTHER[family], _files(path, family), len(decoder.layers)
     stem = next((name for name in embeddings(family) if name in files.home), embeddings(family)[0])
     stem, first = stem.removesuffix("embed_tokens.weight"), depth if rule.continued else 0
