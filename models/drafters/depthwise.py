@@ -56,7 +56,7 @@ class DepthwiseHead(ModuleHead):
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        return tuple(dataclasses.replace(own, bias=True) for own in self.layer.kv_layers) * self.count
+        return tuple(own._replace(bias=True) for own in self.layer.kv_layers) * self.count
 
     def module(self, rngs: nnx.Rngs) -> DepthwiseNetwork:
         return DepthwiseNetwork(self, rngs)

@@ -168,7 +168,8 @@ def first_drafts(case, drafter, ids):
 ONE = [name for name in LAYOUTS if "two" not in name]
 
 
-@pytest.mark.parametrize("name", often(["glm4-moe", "qwen3.5"], ONE))
+@pytest.mark.wide(but=("glm4-moe", "qwen3.5"))
+@pytest.mark.parametrize("name", often(["glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5", "mimo"], ONE))
 def test_first_drafts_are_those_of_transformers(case, name):
     own, ids = case(name), PROMPTS[0]
     drafter = load_drafter(own.path)

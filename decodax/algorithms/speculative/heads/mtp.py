@@ -20,7 +20,8 @@ from decodax.common.registry import ALGORITHMS
                      family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
 def mtp(lm: Any, draft: Any = None, length: Count = 3, shape: Shape | None = None,
         verify: Verifier | None = None) -> Speculative:
-    """Drafts a chain with a layer that was trained to predict the token after the next, applied again and again.
+    """Drafts a chain with a layer that was trained to predict the token after the next, applied again and again; of
+    several layers, with each one and then the last.
 
     Args:
         lm: the target.
