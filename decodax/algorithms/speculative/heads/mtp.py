@@ -20,8 +20,9 @@ from decodax.common.registry import ALGORITHMS
                      family="speculative-linear", needs="a trained drafter", guarantee="seed-exact")
 def mtp(lm: Any, draft: Any = None, length: Count = 3, shape: Shape | None = None,
         verify: Verifier | None = None) -> Speculative:
-    """Drafts a chain with a layer that was trained to predict the token after the next, applied again and again; of
-    several layers, with each one and then the last.
+    """Drafts a chain with a layer that was trained to predict the token after the next, applied again and again.
+
+    Of several layers each drafts one token, and the last one all that follow.
 
     Args:
         lm: the target.
