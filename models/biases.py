@@ -1,4 +1,4 @@
-"""Biases of attention scores that depend only on the positions of query and key: ALiBi, attention in chunks.
+"""Biases of attention scores that depend only on the positions of query and key: ALiBi, chunks, a first position.
 
 Each is a `FixedBias`: a value without arrays, which every cache that supports biases takes, with drafts, trees and
 beams.
@@ -73,5 +73,19 @@ class SameChunk(FixedBias):
             each = jnp.repeat(where, q.shape[1] // where.shape[1], 1) if where.shape[1] > 1 else where
             # Not minus infinity: all keys of a block may be in other chunks.
             return jnp.where(each // self.size == positions // self.size, 0.0, -1e30)
+
+        return added
+
+
+@dataclasses.dataclass(frozen=True)
+class BeginsAt(FixedBias):
+    """Hides the keys before a position, except that of the query itself, so that each query sees one."""
+
+    first: int
+
+    def __call__(self, q: Array, positions: Array) -> Added:
+        def added(k: Array, where: Array) -> Array:
+            each = jnp.repeat(where, q.shape[1] // where.shape[1], 1) if where.shape[1] > 1 else where
+            return jnp.where((each >= self.first) | (each == positions), 0.0, -1e30)
 
         return added

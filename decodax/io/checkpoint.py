@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from decodax.common.arguments import outside
@@ -30,10 +29,11 @@ from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.encoder_decoder import names as encoder_decoder
 from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
-from decodax.models.families import WITH_IMAGES, family_of, read_config
+from decodax.models.families import WITH_IMAGES, family_of, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
+from decodax.models.further import FURTHER
 from decodax.models.names import (
     IGNORED,
     IMAGES,
@@ -121,15 +121,17 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         if seen := sorted(filter(IMAGES.search, files.home)):
             warnings.warn(f"{files.name}: skips {len(seen)} tensors of images or sound, such as {seen[0]}",
                           stacklevel=outside())
-    if len(later := further_layers(family, len(decoder.layers), config, files.home)):
+    if len(later := further_layers(family, len(decoder.layers), text_part(config), files.home)):
+        use = (f"; decodax.load_drafter({os.fspath(directory)!r}, lm) reads them for the algorithm 'mtp'"
+               if family in FURTHER else ", which are not read")
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
-                      f"{min(later)}, which are not read", stacklevel=outside())
+                      f"{min(later)}{use}", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
     coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
     heads = ({head} if decoder.tied else set()) | unused_keys(family, decoder, files.home)
-    _check({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
+    check_tensors({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
     name = asked or DTYPES.get(files.slice(where["embed"].tensors[0]).get_dtype(), "bfloat16")
@@ -159,13 +161,14 @@ def checked_options(dtype: jax.typing.DTypeLike | None, weights: str | Format | 
     return asked, packing
 
 
-def _first_device() -> jax.sharding.Sharding:
+def local_device() -> jax.sharding.Sharding:
+    """Returns the sharding of arrays that lie on the first local device."""
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
     """Returns the sharding of each weight by its path; the first local device if there is no mesh."""
-    here = _first_device()
+    here = local_device()
     return flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
 
 
@@ -202,8 +205,8 @@ def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DT
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
     where = encoder_decoder.sources(config, files.home)
     table = where["embed"].tensors[0]
-    _check(where, files, {*encoder_decoder.TABLES, *(encoder_decoder.HEADS if config.tied else ())},
-           [encoder_decoder.IGNORED])
+    check_tensors(where, files, {*encoder_decoder.TABLES, *(encoder_decoder.HEADS if config.tied else ())},
+                  [encoder_decoder.IGNORED])
     for head in encoder_decoder.HEADS if config.tied else ():
         _check_tied(files, table, head)
     name = asked or DTYPES[files.slice(table).get_dtype()]
@@ -243,7 +246,8 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
     files = Files(root)
     files.within([weights_of(config, ())["embed"].tensors[0], "backbone.embedding.weight"])     # Mamba-2 has two names
     where = weights_of(config, files.home)
-    _check(where, files, {"lm_head.weight"} if config.tied else set(), [UNUSED] if issubclass(network, Rwkv7) else [])
+    check_tensors(where, files, {"lm_head.weight"} if config.tied else set(),
+                  [UNUSED] if issubclass(network, Rwkv7) else [])
     table = where["embed"].tensors[0]
     if config.tied:
         _check_tied(files, table, "lm_head.weight")
@@ -260,7 +264,7 @@ def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Confi
     name, kind = dtype or entries.get("dtype", "float32"), QuantizedMamba2 if entries.get(ROUNDED) else Mamba2
     model = kind(config, dtype=name)
     shapes = flatten(model.abstract_params())
-    here = _first_device()
+    here = local_device()
     # Scales of activations stay float32.
     leaves = packed_files.read(root, entries, shapes, dict.fromkeys(shapes, here),
                                None if kind is QuantizedMamba2 else name)
@@ -287,7 +291,7 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
     Raises:
         ValueError: weights cannot have this dtype.
 
-    >>> dtype_name(np.float32)
+    >>> dtype_name(jnp.float32)
     'float32'
     """
     try:
@@ -299,7 +303,8 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
-def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignored: list[re.Pattern[str]]) -> None:
+def check_tensors(where: dict[str, WeightSource], files: Files, spare: set[str],
+                  ignored: list[re.Pattern[str]]) -> None:
     """Checks that every tensor that the weights need exists with the right shape and dtype, and that there are no other
     tensors except `spare` and those that match `ignored`."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
@@ -328,10 +333,7 @@ def _check_tied(files: Files, embed: str, head: str) -> None:
     if head not in files.home:
         return
     with TensorReader(files) as file:
-        rows = file.shape(embed)[0]
-        parts = (np.arange(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
-        same = file.shape(embed) == file.shape(head) and file.dtype(head) in DTYPES and all(
-            np.array_equal(file.rows(embed, part), file.rows(head, part)) for part in parts)
+        same = file.dtype(head) in DTYPES and file.equal(embed, head)
     if not same:
         raise CheckpointError(f"{files.home[head]}: tensor {head} differs from {embed}, but config.json has "
                               "tie_word_embeddings = true; set it to false if the model has its own head")

@@ -130,6 +130,16 @@ class DraftHead(abc.ABC):
         """Returns the state `f[B, W, d]` that stands for the target's features `f[B, W, F]`. For a head with
         `tokens_before`, their embeddings follow each feature, the oldest first, `f[B, W, F + n D]`."""
 
+    def follow(self, entered: Array, before: Array) -> Array:
+        """Returns the states `f[B, W, d]` of verified pairs that follow one another.
+
+        Args:
+            entered: the results of `enter` for them.
+            before: `f[B, d]`, `HeadStep.state` of the pair before the first, which few heads read; zeros if there is
+                none.
+        """
+        return entered
+
     @abc.abstractmethod
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:

@@ -49,7 +49,7 @@ class RecurrentHead(ModuleHead):
         own_head: True if the head has a vocabulary matrix.
         own_table: True if the head has an embedding table.
         table_size: number of rows of that table; None: `vocab`.
-        drop_first: True replaces the embedding by zeros at position 0 (DeepSeek-V3).
+        drop_first: True replaces the embedding by zeros at position 0 (MiMo).
     """
 
     config: DecoderConfig = dataclasses.field(kw_only=True)

@@ -1,4 +1,5 @@
-"""MiMo-V2-Flash (Xiaomi): most layers have a sliding window, attention sinks and twice as many key/value heads."""
+"""MiMo of Xiaomi: MiMo-7B, which has the layers of Qwen 2, and MiMo-V2-Flash, in which most layers have a sliding
+window, attention sinks and twice as many key/value heads."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax.models.config import DecoderConfig
+from decodax.models.families import qwen
 from decodax.models.reading import Json, read_experts, read_layers, read_rope, read_shape, with_experts
 
 
@@ -56,4 +58,5 @@ def _kinds(c: Json, key: str, older: str, names: tuple[str, str], default: Calla
     return list(found)
 
 
-FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {"mimo_v2_flash": _mimo_v2_flash}
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
+    "mimo": qwen.FAMILIES["qwen2"], "mimo_v2_flash": _mimo_v2_flash}

@@ -105,4 +105,5 @@ def test_every_family_has_a_case() -> None:
                                          "sdar",                                         # test_diffusion.py
                                          "diffusion_gemma_text",                         # test_diffusion_gemma.py
                                          "kimi_k2",                                      # test_latent.py
+                                         "mimo",                                         # test_further.py
                                          "qwen3_vl_moe_text"}                            # test_images.py

@@ -29,6 +29,7 @@ from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
@@ -37,8 +38,10 @@ from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
+from decodax.models.routing import Experts
 from decodax.models.weight_source import nested
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -48,9 +51,10 @@ ENTRY = "decodax_drafter"
 """The entry of `config.json` that marks the library's own layout; its value is the system's name."""
 
 PARTS = {kind.__name__: kind for kind in (
-    RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, HiddenTransferHead,
-    FalconHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    RecurrentHead, DepthwiseHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
+    LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
+    PromptTokensHead, HiddenTransferHead, FalconHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic,
+    LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
 
@@ -112,10 +116,12 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  causal_sliding: bool | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra and
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
-    DSpark, Domino, DFlash2, JetSpec and XPress).
+    DSpark, Domino, DFlash2, JetSpec and XPress), or the layer for multi-token prediction inside a target's own
+    directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo-7B), which `decodax.load` skips.
 
     Args:
-        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights.
+        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for a layer
+            inside a target, that of the target.
         target: the target, a result of `decodax.load`, which the drafter is checked against, and whose shape published
             files of Hydra++ leave to it. If it lies on a mesh, the drafter is replicated over that. None: no check.
         dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.

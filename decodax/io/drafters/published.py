@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from decodax.io.drafters import dflash
 from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
+from decodax.io.drafters.further import further_in, read_further
 from decodax.io.drafters.reading import tensors_in
 from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
-from decodax.io.files import CheckpointError
+from decodax.io.files import CheckpointError, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.parallel import ParallelHead
 
@@ -43,6 +44,9 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
     Raises:
         CheckpointError: the layout is not known, leaves something open, or a tensor does not fit it.
     """
+    whole = read_json(path / "config.json")
+    if (found := further_in(path, whole)):
+        return "mtp", *read_further(path, whole, found, dtype), None
     tensors = tensors_in(path)
     config, kinds = tensors.config, " ".join(tensors.config.get("architectures") or ())
     if "medusa_num_heads" in config:

@@ -77,6 +77,13 @@ class TensorReader:
         found = self._read(name, first * size, last * size).reshape(last - first, *rest)
         return found if len(which) == last - first else found[which - first]
 
+    def equal(self, name: str, other: str) -> bool:
+        """Returns True if two tensors have the same shape and entries; some rows are read at a time."""
+        rows = self.shape(name)[0]
+        parts = (np.arange(start, min(start + 4096, rows)) for start in range(0, rows, 4096))
+        return self.shape(name) == self.shape(other) and all(
+            np.array_equal(self.rows(name, part), self.rows(other, part)) for part in parts)
+
     def flat(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns the entries of a tensor from `start` to `stop`, in the order of the file."""
         return self._read(name, start, stop)

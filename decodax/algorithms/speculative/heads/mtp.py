@@ -23,9 +23,12 @@ def mtp(lm: Any, draft: Any = None, length: Count = 3, shape: Shape | None = Non
         verify: Verifier | None = None) -> Speculative:
     """Drafts a chain with a layer that was trained to predict the token after the next, applied again and again.
 
+    Of several layers each drafts one token, and the last one all that follow.
+
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`, which also reads the layer inside a target's own directory; None:
+            the shipped one.
         length: number of drafts in a round.
         shape: another shape of the draft tree.
         verify: the rule that accepts drafts; None: seed-exact.

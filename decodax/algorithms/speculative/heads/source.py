@@ -30,6 +30,7 @@ from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
 from decodax.io.drafters import TrainedDrafter, load_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, HeadStep
+from decodax.models.packed import Packed
 
 
 @struct
@@ -170,7 +171,7 @@ class TrainedHead(Source):
             features = take(features, at)
             pairs = causal(take(pairs.tokens, at), take(pairs.positions, at)[:, 0])
         entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
-        step = self._step(params, pairs, entered, 0, cache)
+        step = self._step(params, pairs, self.head.follow(entered, state.state), 0, cache)
         if cache is not None:
             # the slots depend on the step, or XLA on CPU copies the cache to protect its readers
             kept = live & jnp.isfinite(step.hidden).all(-1)
@@ -195,8 +196,10 @@ class TrainedHead(Source):
         return jnp.broadcast_to(logits, (*hidden.shape[:2], logits.shape[-1]))
 
     def _dtype(self, params: Params) -> Any:
-        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(params.draft.head)
-                                 if jnp.issubdtype(x.dtype, jnp.floating)))
+        # of most weights: some, such as the corrections of a router, stay float32, and kernels may be packed
+        leaves = jax.tree.leaves(params.draft.head, is_leaf=lambda x: isinstance(x, Packed))
+        arrays = [x for x in leaves if not isinstance(x, Packed) and jnp.issubdtype(x.dtype, jnp.floating)]
+        return max(arrays, key=lambda x: x.size).dtype
 
     def _shapes(self, params: Params, batch: int) -> HeadStep:
         """Returns shapes and dtypes of the head's output for one pair of each of `batch` rows."""

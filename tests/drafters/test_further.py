@@ -1,0 +1,265 @@
+"""Layers for multi-token prediction inside checkpoints draft as those of transformers, and change no output."""
+
+import copy
+import functools
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers.modeling_layers import MtpModel
+
+import decodax as dx
+from decodax import algorithms
+from decodax.core import drivers
+from decodax.core.types import Params
+from decodax.core.window import causal
+from decodax.io.drafters import load_drafter, save_drafter
+from decodax.io.files import CheckpointError
+from decodax.sampling import build as policy
+from tests.drafters.drafting import drafted_logits
+from tests.io.quantised.test_quantised_checkpoints import assert_same_weights
+from tests.io.quantised.test_quantised_families import LEFT
+from tests.io.quantised.writer import KINDS, Tensors, write_safetensors
+from tests.matrix import often
+from tests.models import tiny
+
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+PARTS = "enorm", "hnorm", "eh_proj", "post_norm", "mtp_block"
+DEEPSEEK = dict(zip(PARTS, [f"model.layers.2{part}" for part in (
+    ".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", "")], strict=True))
+QWEN = dict(zip(PARTS, ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0"],
+                strict=True))
+MIMO = dict(zip(PARTS, [f"model.mtp_layers.0{part}" for part in (
+    ".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm", "")], strict=True))
+
+# name: case of tests/models/tiny.py, further options, the released name of each part, and model_type if it is another
+LAYOUTS = {
+    "glm4-moe": ("glm4-moe", {"num_hidden_layers": 2}, DEEPSEEK, None),
+    "glm4-moe-two": ("glm4-moe", {"num_hidden_layers": 2, "num_mtp_layers": 2}, DEEPSEEK, None),
+    "deepseek-v3": ("deepseek-v3", {"num_hidden_layers": 2}, DEEPSEEK, None),
+    "deepseek-v3-two": ("deepseek-v3", {"num_hidden_layers": 2, "num_mtp_layers": 2}, DEEPSEEK, None),
+    "deepseek-v32": ("deepseek-v32", {"num_hidden_layers": 2}, DEEPSEEK, None),
+    "glm4-moe-lite": ("glm4-moe-lite", {"num_hidden_layers": 2}, DEEPSEEK, None),
+    "qwen3-next": ("qwen3-next", {**LAYERS, "mlp_only_layers": []}, QWEN, None),
+    "qwen3.5": ("qwen3.5", LAYERS, QWEN, None),
+    "qwen3.5-moe": ("qwen3.5-moe", LAYERS, QWEN, None),
+    "mimo": ("qwen2", {"tie_word_embeddings": False, "mtp_hidden_states_first": True}, MIMO, "mimo")}
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 9, 31], [9, 10, 11], [1]]
+
+
+def released(state: dict, parts: dict) -> dict:
+    """The tensors of an `MtpModel` under the names of released files, with experts one by one."""
+    found = {}
+    for name, x in state.items():
+        if (place := re.fullmatch(r"layers\.(\d)\.(\w+)\.(.+)", name)) is None:
+            continue        # the target's
+        stem, inner = parts[place[2]].replace("layers.2", f"layers.{2 + int(place[1])}"), place[3]
+        if inner.startswith("mlp.experts."):
+            for e, own in enumerate(x):
+                each = zip(("gate_proj", "up_proj"), own.chunk(2), strict=True) if "gate_up" in inner else (
+                    ("down_proj", own),)
+                found |= {f"{stem}.mlp.experts.{e}.{part}.weight": y for part, y in each}
+        else:
+            found[f"{stem}.{inner}"] = x
+    return {name: x.detach().numpy().copy() for name, x in found.items()}
+
+
+class Case:
+    """A checkpoint with a further layer, what it computes in transformers, and what this library loads."""
+
+    def __init__(self, name, directory):
+        case, options, self.parts, kind = LAYOUTS[name]
+        self.name, self.path = name, directory
+        self.count = options.get("num_mtp_layers", 1)
+        self.target = tiny.build(case, **{
+            "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"] * self.count,
+            "mtp_mlp_layer_types": ["sparse"] * self.count, **copy.deepcopy(options)})
+        self.layer = MtpModel(self.target, self.count).eval()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in self.layer.layers.parameters():
+                weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
+            for key, buffer in self.layer.layers.named_buffers():
+                if "correction" in key:
+                    buffer.copy_(torch.randn_like(buffer) * 0.2)
+        self.target.save_pretrained(directory)
+        self.tensors, self.entries = load_file(directory / "model.safetensors"), json.loads(
+            (directory / "config.json").read_text())
+        self.tensors |= released(self.layer.state_dict(), self.parts)
+        if self.parts is DEEPSEEK:      # with the copies that released files have
+            for i in range(2, 2 + self.count):
+                self.tensors |= {f"model.layers.{i}.embed_tokens.weight": self.tensors["model.embed_tokens.weight"],
+                                 f"model.layers.{i}.shared_head.head.weight": self.tensors["lm_head.weight"]}
+        self.entries |= {"num_nextn_predict_layers": self.count} | ({} if kind is None else {"model_type": kind})
+        self.write()
+
+    def write(self, tensors=None, **entries):
+        save_file(self.tensors if tensors is None else tensors, self.path / "model.safetensors")
+        (self.path / "config.json").write_text(json.dumps({**self.entries, **entries}))
+
+    @functools.cached_property
+    def loaded(self):
+        with pytest.warns(UserWarning, match=r"further tokens, .* decodax\.load_drafter\('.*', lm\) reads them"):
+            lm = dx.load(self.path)
+        return lm, load_drafter(self.path, lm)
+
+    def features(self, ids):
+        """The hidden states of the target that the layer reads."""
+        found = []
+        hook = self.target.get_decoder().norm.register_forward_hook(lambda part, args, out: found.append(
+            args[0] if self.name == "mimo" else out))
+        with torch.no_grad():
+            self.target(input_ids=torch.tensor([ids]), use_cache=False)
+        hook.remove()
+        return found[0]
+
+    def run(self, layer, hidden, tokens):
+        """The output of a layer for pairs of hidden states and tokens."""
+        with torch.no_grad():
+            embedded = self.layer.embed_tokens(torch.tensor([tokens]))
+            if self.name == "mimo":
+                embedded[:, 0] = 0
+            where = torch.arange(len(tokens))[None] + layer
+            return self.layer.forward_layer(layer, hidden, where, None, inputs_embeds=embedded)
+
+    def logits(self, hidden):
+        with torch.no_grad():
+            return self.target.lm_head(hidden).numpy()
+
+    def drafts(self, ids, following):
+        """The logits after a text and after each of the tokens drafted behind it."""
+        hidden, tokens, found, last = self.features(ids)[:, :-1], ids[1:], [], self.count - 1
+        for i in range(len(following) + 1):
+            out = self.run(min(i, last), hidden, tokens)
+            found.append(self.logits(out[0, -1]))
+            tokens = [*tokens, *following[i:i + 1]]
+            hidden, tokens = (out, tokens[1:]) if i < last else (torch.cat([hidden, out[:, -1:]], 1), tokens)
+        return np.stack(found)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Returns the case of a name."""
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+
+
+def first_drafts(case, drafter, ids):
+    """The logits after each pair of a text, from the hidden states of transformers."""
+    head, window = drafter.head, causal(jnp.asarray([ids[1:]], jnp.int32), jnp.zeros(1, jnp.int32))
+    table, last = (jnp.asarray(case.tensors[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    cache, project = head.init_cache(1, 0, "float32"), lambda x: x @ last.T
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(weights, features):
+        attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+        state = head.follow(head.enter(weights, features), jnp.zeros((1, head.state_width)))
+        step = head.step(weights, window.tokens, table.__getitem__, state, window.positions, 0, attend)
+        return head.logits(weights, step.hidden, 0, project)
+
+    return run(drafter.params, jnp.asarray(case.features(ids)[:, :-1].numpy()))
+
+
+ONE = [name for name in LAYOUTS if "two" not in name]
+
+
+@pytest.mark.wide(but=("glm4-moe", "qwen3.5"))
+@pytest.mark.parametrize("name", often(["glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5", "mimo"], ONE))
+def test_first_drafts_are_those_of_transformers(case, name):
+    own, ids = case(name), PROMPTS[0]
+    drafter = load_drafter(own.path)
+    assert drafter.system == "mtp" and not drafter.head.own_head and not drafter.head.own_table
+    wanted = own.logits(own.run(0, own.features(ids)[:, :-1], ids[1:]))
+    np.testing.assert_allclose(first_drafts(own, drafter, ids), wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["glm4-moe-two"], LAYOUTS))
+def test_later_drafts_are_those_of_transformers(case, name):
+    """With prompts in chunks, which end within a text."""
+    own = case(name)
+    lm, drafter = own.loaded
+    alg = algorithms.make("mtp", lm, drafter)
+    bare, rows = alg.bare(), [row for row in PROMPTS if len(row) > 1]
+    tokens, size = np.zeros((len(rows), 32), np.int32), np.array(list(map(len, rows)), np.int32)
+    for row, given in zip(tokens, rows, strict=True):
+        row[:len(given)] = given
+    each, chain = (lambda x: np.full(len(rows), x)), policy(len(rows), vocab_size=97)
+    params = Params(lm.params, alg.weights)
+    s = drivers.begin(bare, lm.model, params, chain, jnp.asarray(tokens), size, size=32, max_new=each(8),
+                      min_new=each(0), seed=each(0).astype(np.uint32))
+    s = drivers.prefill(bare, lm.model, params, s, width=4)
+    following = np.array([[3, 17, 40], [60, 2, 8]])
+    found = jax.jit(functools.partial(drafted_logits, bare.draft))(params, s, jnp.asarray(following, jnp.int32))[0]
+    for row, ids in enumerate(rows):
+        np.testing.assert_allclose(found[row], own.drafts(ids, following[row].tolist()), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.wide(but=("mimo-chain",))
+@pytest.mark.parametrize(("name", "shape"), often([("mimo", "chain"), ("deepseek-v3-two", "tree")],
+                                                  itertools.product(LAYOUTS, ("chain", "tree"))))
+def test_the_output_is_plain_decodings(case, name, shape):
+    """Greedy and sampled rows in one ragged batch."""
+    lm, drafter = case(name).loaded
+    run = lambda **options: dx.generate(lm, PROMPTS, max_new_tokens=8, eos_token_id=[], seed=3, **options,
+                                        temperature=[0.0, 0.8, 1.2])
+    tree = dict(shape=dx.trees.Fixed.balanced(2, 2)) if shape == "tree" else dict(length=3)
+    found = run(algorithm=algorithms.make("mtp", lm, drafter, **tree))
+    np.testing.assert_array_equal(found.tokens, run().tokens)
+
+
+@pytest.fixture
+def glm(tmp_path):
+    return Case("glm4-moe", tmp_path / "target")
+
+
+@pytest.mark.wide
+def test_tables_of_its_own_are_read_and_a_saved_one_is_loaded_again(glm, tmp_path):
+    other = glm.tensors["lm_head.weight"] + 1
+    glm.write({**glm.tensors, "model.layers.2.shared_head.head.weight": other})
+    made = load_drafter(glm.path)
+    assert made.head.own_head and not made.head.own_table
+    np.testing.assert_array_equal(made.params["lm_head"]["kernel"], other.T)
+    save_drafter(tmp_path, made, dtype="float32")
+    back = load_drafter(tmp_path)
+    assert back.head == made.head and back.system == "mtp"
+    jax.tree.map(np.testing.assert_array_equal, back.params, made.params)
+
+
+@pytest.mark.wide
+def test_a_quantised_layer_stays_packed(glm, tmp_path):
+    config, writer = KINDS["fp8"]
+    made, plain = Tensors(), dict(glm.tensors)
+    for name, x in glm.tensors.items():
+        if x.ndim == 2 and ".layers." in name and not LEFT.search(name) and "shared_head" not in name:
+            parts, plain[name] = writer(name.removesuffix(".weight"), x)
+            made |= parts
+        else:
+            made[name] = x
+    write_safetensors(tmp_path / "model.safetensors", made)
+    (tmp_path / "config.json").write_text(json.dumps({**glm.entries, "quantization_config": config}))
+    glm.write(plain)
+    drafter, dequantised = load_drafter(tmp_path), load_drafter(glm.path)
+    assert_same_weights(drafter.params, dequantised.params)
+    quantised, wanted = (first_drafts(glm, own, PROMPTS[0]) for own in (drafter, dequantised))
+    np.testing.assert_allclose(quantised, wanted, atol=1e-4)
+
+
+def test_what_cannot_be_read_is_named(glm):
+    whole = glm.tensors
+    some = lambda part: {name: x for name, x in whole.items() if part not in name}
+    for tensors, entries, message in (
+            (some("layers.2.hnorm"), {}, r"lacks tensor model\.layers\.2\.hnorm\.weight"),
+            ({**whole, "model.layers.2.more.weight": np.zeros(3, np.float32)}, {}, r"model\.layers\.2\.more\.weight"),
+            ({**whole, "model.layers.3.enorm.weight": np.zeros(32, np.float32)}, {"num_nextn_predict_layers": 2},
+             r"lacks tensors model\.layers\.3\."),
+            (some("layers.2."), {}, "holds a model and no layers that predict further tokens"),
+            (whole, {"model_type": "hy_v3", "num_experts": 8}, "those of model_type 'hy_v3' are not read")):
+        glm.write(tensors, **entries)
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(glm.path)
