@@ -20,6 +20,7 @@ from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
@@ -28,6 +29,7 @@ from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, 
 from decodax.models.names import flatten
 from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
+from decodax.train.cross_kv import DelayedKeys
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
 from decodax.train.prompt_tokens import InsertedPrompts
@@ -95,7 +97,21 @@ def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
                                       target_vocab=c.vocab, **settings)
 
 
-Objective = Unrolled | AnchoredBlocks | InsertedPrompts
+def _cross(window: int | None = None, **settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
+    """Returns a function that makes a head that reads the keys and values of the target's last layer with attention;
+    `window` is that of its self-attention."""
+    def make(c: DecoderConfig, vocab: int) -> DraftHead:
+        own = plain_layers(c, vocab)
+        own = dataclasses.replace(own, layers=(dataclasses.replace(own.layers[0], sliding=window),),
+                                  qkv_bias=own.qkv_bias or window is not None)
+        head = CrossKVHead((), vocab, config=own, layer=c.attending[-1] if c.attending else 0, **settings)
+        head.check_target(c)
+        return head
+
+    return make
+
+
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts | DelayedKeys
 """The losses of drafters."""
 
 BLOCK_LOSS = "0.9*tv+0.1*hard"
@@ -118,6 +134,8 @@ SYSTEMS = {
     "dflash2": DrafterSystem(_block(correction=CandidateSelector(32), convolution=LocalConvolution(2, 8)), 7, "hard"),
     "xpress": DrafterSystem(_block(correction=Refiner(32)), 7, BLOCK_LOSS),
     "jetspec": DrafterSystem(_block(causal=True), 7, BLOCK_LOSS),
+    "glide": DrafterSystem(_cross(), 5, "hard"),
+    "longspec": DrafterSystem(_cross(512, cross_norm=True, final_norm=False), 4, "hard"),
 }
 """The drafters that can be trained, by the name of their method."""
 
@@ -151,6 +169,9 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, PromptTokensHead):
         head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
+    if isinstance(head, CrossKVHead):
+        far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}
+        return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, dtype=dtype, **far)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:
         raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")
@@ -166,7 +187,7 @@ def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
     target = flatten(lm.params)
     last = max((int(name.split(".")[1]) for name in target if name.startswith("layers.")), default=0)
     for name in own:
-        theirs = target.get(name.replace("layers.0.", f"layers.{last}."))
+        theirs = target.get(name.replace("layers.0.", f"layers.{last}.").replace("cross.", f"layers.{last}.attn."))
         if isinstance(theirs, jax.Array) and theirs.shape == own[name].shape:     # others are packed
             own[name] = jnp.asarray(theirs, jnp.float32)
     table = target.get("lm_head.kernel") if "lm_head.kernel" in target else kernel_of("embed", target["embed"])

@@ -27,6 +27,7 @@ from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.parallel import ParallelHead
@@ -45,8 +46,8 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope,
-    Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, CrossKVHead, DecoderConfig, NormConfig, Layer,
+    QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
 
@@ -72,7 +73,8 @@ class TrainedDrafter:
         """Checks that the drafter fits a target, a result of `decodax.load`.
 
         Raises:
-            ValueError: it reads hidden states of another width, or more layers than the target has.
+            ValueError: it reads hidden states of another width, more layers than the target has, or keys and values
+                of another shape.
         """
         if not isinstance(target.model, LayeredModel):
             return                      # its sizes are not known here
@@ -83,6 +85,8 @@ class TrainedDrafter:
         if self.head.taps and max(self.head.taps) >= layers:
             raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
                              f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
+        if isinstance(self.head, CrossKVHead):
+            self.head.check_target(target.model.config)
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:
