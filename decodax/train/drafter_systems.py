@@ -23,10 +23,12 @@ from decodax.models.drafters.corrections import CandidateSelector, Markov, Prefi
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, HydraHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
+from decodax.models.rope import Rope
 from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
 from decodax.train.cross_kv import DelayedKeys
@@ -111,6 +113,18 @@ def _cross(window: int | None = None, **settings: Any) -> Callable[[DecoderConfi
     return make
 
 
+def _mixture(c: DecoderConfig, vocab: int) -> DraftHead:
+    wide, own = 2 * c.kv_heads * c.head_dim, plain_layers(c, vocab)
+    theta = 10_000.0 if own.layers[0].rope is None else own.layers[0].rope.theta
+    # One head for each of the target's, of a width that divides; the MLP is as much wider as in the target.
+    heads = next(n for n in range(min(c.heads, wide // 2), 0, -1) if wide % (2 * n) == 0)
+    summary = dataclasses.replace(own, width=wide, heads=heads, kv_heads=heads, head_dim=wide // heads,
+                                  mlp=-(-c.mlp * wide // c.width), layers=(Layer(rope=Rope(wide // heads, theta)),))
+    head = MixtureHead((), vocab, config=own, layer=len(c.layers) - 1, summary=summary, final_norm=False)
+    head.check_target(c)
+    return head
+
+
 Objective = Unrolled | AnchoredBlocks | InsertedPrompts | DelayedKeys
 """The losses of drafters."""
 
@@ -135,6 +149,7 @@ SYSTEMS = {
     "xpress": DrafterSystem(_block(correction=Refiner(32)), 7, BLOCK_LOSS),
     "jetspec": DrafterSystem(_block(causal=True), 7, BLOCK_LOSS),
     "glide": DrafterSystem(_cross(), 5, "hard"),
+    "mixture-of-attentions": DrafterSystem(_mixture, 5, "0.1*soft", features=1.0),
     "longspec": DrafterSystem(_cross(512, cross_norm=True, final_norm=False), 4, "hard"),
 }
 """The drafters that can be trained, by the name of their method."""
@@ -171,7 +186,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     if isinstance(head, CrossKVHead):
         far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}
-        return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, dtype=dtype, **far)
+        return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, own.features, dtype=dtype, **far)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:
         raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")

@@ -74,13 +74,14 @@ class Unrolled:
             one = (each * known).sum() / jnp.maximum(known.sum(), 1)
             if self.features:
                 # the head's state at p stands for the feature at p + 1 + j
-                one = one + self.features * _smooth_l1(state[:, :count], features[:, 1 + j:])
+                one = one + self.features * smooth_l1(state[:, :count], features[:, 1 + j:])
             total, weights = total + self.decay ** j * one, weights + self.decay ** j
         loss = total / weights
         return loss, {"loss": loss, **scalars}
 
 
-def _smooth_l1(a: Array, b: Array) -> Array:
+def smooth_l1(a: Array, b: Array) -> Array:
+    """Returns the mean smooth L1 distance of two arrays."""
     d = jnp.abs((a - b).astype(jnp.float32))
     return jnp.where(d < 1, 0.5 * d * d, d - 0.5).mean()
 

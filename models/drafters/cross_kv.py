@@ -11,7 +11,7 @@ Letters: G key/value heads of a layer and d their width, which are those of the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from flax import nnx
@@ -25,7 +25,7 @@ from decodax.models.config import DecoderConfig
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import Norm, optional
-from decodax.models.rope import Dynamic, LongRope
+from decodax.models.rope import Dynamic, LongRope, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +90,29 @@ class CrossKVHead(ModuleHead):
         if self.layer not in config.attending:
             raise ValueError(f"draft: the head reads the keys and values of layer {self.layer} of its target, which "
                              f"has keys and values of its own in the layers {config.attending}")
-        theirs, own = kv_layers(config, None)[config.attending.index(self.layer)], self.kv_layers[0]
+        self._check_shape(config, self.layer)
+        theirs, own = config.layers[self.layer].rope, self.config.layers[0].rope
+        if theirs != own:
+            raise ValueError(f"draft: the head rotates its queries by {own}, and the keys of layer {self.layer} of the "
+                             f"target are rotated by {theirs}")
+
+    def _check_shape(self, config: DecoderConfig, layer: int) -> None:
+        theirs, own = kv_layers(config, None)[config.attending.index(layer)], self.kv_layers[0]
         if theirs.heads != own.heads or theirs.width != own.width or theirs.value_width not in (None, own.width):
             raise ValueError(f"draft: the head reads {own.heads} keys and values of width {own.width} for a token, and "
-                             f"layer {self.layer} of the target has {theirs.heads} of width {theirs.width}")
-        if theirs.rope != own.rope:
-            raise ValueError(f"draft: the head rotates its queries by {own.rope}, and the keys of layer {self.layer} "
-                             f"of the target are rotated by {theirs.rope}")
+                             f"layer {layer} of the target has {theirs.heads} of width {theirs.width}")
 
     def module(self, rngs: nnx.Rngs) -> CrossKVNetwork:
         return CrossKVNetwork(self, rngs)
 
     def enter(self, weights: Weights, features: Array) -> Array:
         return features
+
+    def known(self, weights: Weights, entries: Mapping[int, tuple[Array, Array]],
+              positions: Array) -> tuple[Array, Array]:
+        """Returns the keys and values `f[B, W, G, d]` that drafts attend to, for tokens at positions `i32[B, W]`, from
+        those of the target's layers, by the layers' indices."""
+        return entries[self.layer]
 
     def keys_values(self, weights: Weights, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values `f[B, W, G, d]` of the self-attention for tokens with the embeddings `f[B, W, D]`
@@ -139,20 +149,21 @@ class CrossKVNetwork(nnx.Module):
 
     def keys_values(self, x: Array, positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values of the self-attention for the embeddings `f[B, W, D]` of tokens."""
-        layer: Any = self.layers["0"]
-        return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), self._tables(positions))
+        layer = cast(DecoderLayer, self.layers["0"])
+        return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.rope, positions))
 
     def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
         """Returns the hidden states `f[B, W, D]`, and the entry of the self-attention."""
-        layer, tables = cast(DecoderLayer, self.layers["0"]), self._tables(positions)
+        layer, tables = cast(DecoderLayer, self.layers["0"]), rotations(self.rope, positions)
         branch, entry = layer.attention_half(0, x, tables, attend)
         x = x + branch
         x = x + self.cross(1, optional(self.cross_norm, x), tables, attend)[0]
         return optional(self.norm, x + layer.mlp_half(x)), entry
 
-    def _tables(self, positions: Array) -> dict[Any, Any]:
-        return {None: positions, "inputs": None} | ({} if self.rope is None else {
-            self.rope: self.rope.table(positions)})
+
+def rotations(rope: Rope | None, positions: Array) -> dict[Any, Any]:
+    """Returns the tables that a decoder layer takes at positions `i32[B, W]`."""
+    return {None: positions, "inputs": None} | ({} if rope is None else {rope: rope.table(positions)})
 
 
-__all__ = ["CrossKVHead", "CrossKVNetwork"]
+__all__ = ["CrossKVHead", "CrossKVNetwork", "rotations"]

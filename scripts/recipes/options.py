@@ -70,7 +70,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, "ppd", "dflash", "dspark", "domino",
-                               "dflash2", "xpress", "jetspec", "glide", "longspec")},
+                               "dflash2", "xpress", "jetspec", "glide", "longspec",
+                               "mixture-of-attentions")},
 }
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -30,6 +30,7 @@ from decodax.models.drafters.corrections import CandidateSelector, Markov, Prefi
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
@@ -46,8 +47,8 @@ ENTRY = "decodax_drafter"
 
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner, LocalConvolution, MedusaHead,
-    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, CrossKVHead, DecoderConfig, NormConfig, Layer,
-    QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
+    HydraHead, MLPSpeculatorHead, BlockwiseHead, PromptTokensHead, CrossKVHead, MixtureHead, DecoderConfig, NormConfig,
+    Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn)}
 """The classes of which a head's configuration is made."""
 
 

@@ -14,6 +14,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     jetspec,
     longspec,
     medusa,
+    mixture_of_attentions,
     mlp_speculator,
     mtp,
     p_eagle,

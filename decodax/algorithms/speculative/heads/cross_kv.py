@@ -21,7 +21,7 @@ from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import AttentionView
 from decodax.common.axes import constrain
 from decodax.common.struct import short
-from decodax.core.cache import Feature
+from decodax.core.cache import Cache, Feature
 from decodax.core.capabilities import tree_buffer, truncate
 from decodax.core.mesh import heads
 from decodax.core.state import State
@@ -67,7 +67,7 @@ class CrossKVDraft(TrainedHead):
         # a row that goes on after its end keeps nothing of tokens that were cut
         cache = truncate(state.cache, s.length - 1)
         window = causal(s.newest[:, None], s.length - 1)
-        step = self._run(params, s, window, cache)
+        step = self._run(params, s, window, cache, cache)
         scratch = tree_buffer(cache, step.entries, 1 + room)
         scratch = scratch.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
         return (Drafting(cache=cache, scratch=scratch.replace(base=None)),
@@ -78,7 +78,7 @@ class CrossKVDraft(TrainedHead):
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
-        step = self._run(params, s, window, state.scratch.replace(base=state.cache).seen_by(sees))
+        step = self._run(params, s, window, state.cache, state.scratch.replace(base=state.cache).seen_by(sees))
         scratch = state.scratch.append(step.entries, level.positions, level.at + 1)
         return state.replace(scratch=scratch), Answer(self._logits(params, step.hidden, 0), step.hidden)
 
@@ -90,14 +90,23 @@ class CrossKVDraft(TrainedHead):
             index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = s.length[:, None] - 1 + index
             live = (index < decision.count[:, None]) & (decision.tokens >= 0) & s.running[:, None]
-        embedded = embeddings(self.model, params.target, tokens).astype(self._dtype(params))
-        entry = self.head.keys_values(params.draft.head, embedded, positions)
-        return Drafting(cache=state.cache.commit((entry,), jnp.where(live, positions, -1)))
+        entries = self._entries(params, tokens, positions, out, None if decision is None else decision.source)
+        return Drafting(cache=state.cache.commit(entries, jnp.where(live, positions, -1)))
 
-    def _run(self, params: Params, s: State, window: Window, own: Any) -> HeadStep:
-        """Runs the head on tokens. `own` is its cache, or that with the buffer of earlier nodes."""
-        config, kv = self.model.config, self.head.kv_layers[0]
-        target, entry = conditional(s), config.entries.index((self.head.layer, False))
+    def _entries(self, params: Params, tokens: Array, positions: Array, out: Out,
+                 source: Array | None) -> tuple[Any, ...]:
+        """Returns the entries of the head's cache for verified tokens, which are the nodes `source` (`i32[B, W]`) of
+        the target's window; None: all of them."""
+        embedded = embeddings(self.model, params.target, tokens).astype(self._dtype(params))
+        return self.head.keys_values(params.draft.head, embedded, positions),
+
+    def _known(self, s: State, cache: Cache) -> tuple[Any, int]:
+        """Returns the cache that the cross-attention reads, and the layer in it. `cache` is the head's."""
+        return conditional(s), self.model.config.entries.index((self.head.layer, False))
+
+    def _run(self, params: Params, s: State, window: Window, cache: Cache, own: Any) -> HeadStep:
+        """Runs the head on tokens. `cache` is the head's, and `own` the same or with the buffer of earlier nodes."""
+        (known, at), kv = self._known(s, cache), self.head.kv_layers[0]
         embedded = embeddings(self.model, params.target, window.tokens)
         alone = AttentionView(positions=window.positions, key_positions=window.positions, tokens=window.tokens,
                               seen=jnp.zeros((*window.tokens.shape, window.width), bool))
@@ -107,7 +116,7 @@ class CrossKVDraft(TrainedHead):
                 return own.attend(layer, q, k, v, window, **options)
             # No query attends to these keys, which a cache expects; with an empty cache the result is their value, 0.
             none = jnp.zeros((*window.tokens.shape, kv.heads, kv.width), embedded.dtype)
-            out, _ = target.attend(entry, q.astype(embedded.dtype), none, none, alone, **options)
+            out, _ = known.attend(at, q.astype(embedded.dtype), none, none, alone, **options)
             return out.astype(q.dtype), ()
 
         return self.head.step(params.draft.head, window.tokens, lambda _: embedded,
