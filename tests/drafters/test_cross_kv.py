@@ -3,6 +3,7 @@ output."""
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ SLIDING = dataclasses.replace(ONE, layers=(dataclasses.replace(ONE.layers[0], sl
 HEADS = {"glide": CrossKVHead((), VOCABULARY, config=ONE, layer=1),
          "longspec": CrossKVHead((), VOCABULARY, config=SLIDING, layer=1, cross_norm=True, final_norm=False),
          "mixture": objective_of("mixture-of-attentions", lm("llama")).head}
-MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
+MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0])
 SHAPES = {"chain": Chain(4), "tree": Fixed.of(UNEVEN), "cape": CaPE(3)}
 
 
@@ -48,12 +49,10 @@ def drafter(name):
     return (MixtureDraft if name == "mixture" else CrossKVDraft)(model("llama")[0], head), HeadWeights(weights)
 
 
-@pytest.mark.wide(but=("longspec-tree",))
-@pytest.mark.parametrize(("name", "shape"), often(
-    [("longspec", "tree"), ("glide", "cape"), ("mixture", "chain")],
-    [(name, shape) for name in HEADS for shape in SHAPES]))
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "shape"), often([("longspec", "tree")], itertools.product(HEADS, SHAPES)))
 def test_with_seed_exact_the_output_is_plain_decodings(name, shape):
-    """Greedy, sampled, truncated and penalised rows in one ragged batch; the text outgrows the window."""
+    """Greedy and sampled rows in one ragged batch; the text outgrows the window."""
     source, weights = drafter(name)
     s = decode(Speculative(source, shape=SHAPES[shape]), "llama", prompts(5), MIXED, eos=[1], draft=weights)
     assert texts(s) == texts(decode(Autoregressive(), "llama", prompts(5), MIXED, eos=[1]))
@@ -224,9 +223,8 @@ def test_the_mixture_also_learns_the_targets_hidden_states():
     assert float(losses[1] - losses[0]) == pytest.approx(np.where(far < 1, far ** 2 / 2, far - 0.5).mean(), rel=1e-4)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("cache", often(["streaming-llm:start_size=2,recent_size=8"],
-                                        ["kivi:bits=8", "streaming-llm:start_size=2,recent_size=8"]))
+@pytest.mark.full
+@pytest.mark.parametrize("cache", ["kivi:bits=8", "streaming-llm:start_size=2,recent_size=8"])
 def test_drafts_attend_to_whatever_the_targets_cache_keeps(cache):
     """The output is that of plain decoding with the same cache."""
     made = TrainedDrafter("glide", HEADS["glide"], drafter("glide")[1].head)
