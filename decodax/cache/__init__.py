@@ -3,6 +3,7 @@
 from decodax.cache.dense import Dense, dense
 from decodax.cache.hybrid import PerLayer
 from decodax.cache.key_values import KeyValues, KVLayer, cache_of, empty_kv
+from decodax.cache.latest import Latest
 from decodax.cache.linear import LinearRule, LinearStates, LinearTerms, linear_states
 from decodax.cache.recurrence import ConvInputs, Factors, LinearRecurrent
 from decodax.cache.recurrent import Recurrent
@@ -17,6 +18,7 @@ __all__ = [
            "Factors",
            "KVLayer",
            "KeyValues",
+           "Latest",
            "LinearRecurrent",
            "LinearRule",
            "LinearStates",

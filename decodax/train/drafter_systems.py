@@ -16,22 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prefixed import plain_layers
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, ProbesHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
+from decodax.models.rope import Rope
 from decodax.models.weight_source import kernel_of, nested
 from decodax.train.block_drafters import AnchoredBlocks
+from decodax.train.cross_kv import DelayedKeys
 from decodax.train.draft_losses import loss_of
 from decodax.train.drafters import Unrolled
 from decodax.train.falcon import Glanced
@@ -98,7 +103,33 @@ def _block(**settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
                                       target_vocab=c.vocab, **settings)
 
 
-Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced
+def _cross(window: int | None = None, **settings: Any) -> Callable[[DecoderConfig, int], DraftHead]:
+    """Returns a function that makes a head that reads the keys and values of the target's last layer with attention;
+    `window` is that of its self-attention."""
+    def make(c: DecoderConfig, vocab: int) -> DraftHead:
+        own = plain_layers(c, vocab)
+        own = dataclasses.replace(own, layers=(dataclasses.replace(own.layers[0], sliding=window),),
+                                  qkv_bias=own.qkv_bias or window is not None)
+        head = CrossKVHead((), vocab, config=own, layer=c.attending[-1] if c.attending else 0, **settings)
+        head.check_target(c)
+        return head
+
+    return make
+
+
+def _mixture(c: DecoderConfig, vocab: int) -> DraftHead:
+    wide, own = 2 * c.kv_heads * c.head_dim, plain_layers(c, vocab)
+    theta = 10_000.0 if own.layers[0].rope is None else own.layers[0].rope.theta
+    # One head for each of the target's, of a width that divides; the MLP is as much wider as in the target.
+    heads = next(n for n in range(min(c.heads, wide // 2), 0, -1) if wide % (2 * n) == 0)
+    summary = dataclasses.replace(own, width=wide, heads=heads, kv_heads=heads, head_dim=wide // heads,
+                                  mlp=-(-c.mlp * wide // c.width), layers=(Layer(rope=Rope(wide // heads, theta)),))
+    head = MixtureHead((), vocab, config=own, layer=len(c.layers) - 1, summary=summary, final_norm=False)
+    head.check_target(c)
+    return head
+
+
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced | DelayedKeys
 """The losses of drafters."""
 
 BLOCK_LOSS = "0.9*tv+0.1*hard"
@@ -132,6 +163,9 @@ SYSTEMS = {
     "dflash2": DrafterSystem(_block(correction=CandidateSelector(32), convolution=LocalConvolution(2, 8)), 7, "hard"),
     "xpress": DrafterSystem(_block(correction=Refiner(32)), 7, BLOCK_LOSS),
     "jetspec": DrafterSystem(_block(causal=True), 7, BLOCK_LOSS),
+    "glide": DrafterSystem(_cross(), 5, "hard"),
+    "mixture-of-attentions": DrafterSystem(_mixture, 5, "0.1*soft", features=1.0),
+    "longspec": DrafterSystem(_cross(512, cross_norm=True, final_norm=False), 4, "hard"),
 }
 """The drafters that can be trained, by the name of their method."""
 
@@ -168,6 +202,9 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, ProbesHead):
         head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
+    if isinstance(head, CrossKVHead):
+        far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}
+        return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, own.features, dtype=dtype, **far)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:
         raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")
@@ -183,7 +220,8 @@ def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
     target = flatten(lm.params)
     last = max((int(name.split(".")[1]) for name in target if name.startswith("layers.")), default=0)
     for name in own:
-        theirs = target.get(name.removeprefix("prefix.").replace("layers.0.", f"layers.{last}."))
+        own_name = name.removeprefix("prefix.").replace("layers.0.", f"layers.{last}.")
+        theirs = target.get(own_name.replace("cross.", f"layers.{last}.attn."))
         if isinstance(theirs, jax.Array) and theirs.shape == own[name].shape:     # others are packed
             own[name] = jnp.asarray(theirs, jnp.float32)
     table = target.get("lm_head.kernel") if "lm_head.kernel" in target else kernel_of("embed", target["embed"])

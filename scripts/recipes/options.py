@@ -73,7 +73,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
-                               "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec")},
+                               "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
+                               "longspec", "mixture-of-attentions")},
 }
 
 STAGES: dict[str, dict[str, Any]] = {

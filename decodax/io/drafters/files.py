@@ -29,11 +29,13 @@ from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner
+from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
+from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
@@ -53,8 +55,8 @@ ENTRY = "decodax_drafter"
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, DepthwiseHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
-    PromptTokensHead, HiddenTransferHead, FalconHead, DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic,
-    LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
+    PromptTokensHead, HiddenTransferHead, FalconHead, CrossKVHead, MixtureHead, DecoderConfig, NormConfig, Layer,
+    QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
 
@@ -80,7 +82,8 @@ class TrainedDrafter:
         """Checks that the drafter fits a target, a result of `decodax.load`.
 
         Raises:
-            ValueError: it reads hidden states of another width, or more layers than the target has.
+            ValueError: it reads hidden states of another width, more layers than the target has, or keys and values
+                of another shape.
         """
         if not isinstance(target.model, LayeredModel):
             return                      # its sizes are not known here
@@ -91,6 +94,8 @@ class TrainedDrafter:
         if self.head.taps and max(self.head.taps) >= layers:
             raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
                              f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
+        if isinstance(self.head, CrossKVHead):
+            self.head.check_target(target.model.config)
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:

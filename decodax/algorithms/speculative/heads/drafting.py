@@ -6,13 +6,17 @@ from typing import Any
 
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads.cross_kv import cross_kv
 from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
+from decodax.algorithms.speculative.heads.mixture_of_attentions import mixture
 from decodax.algorithms.speculative.heads.ppd import prompt_tokens
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
+from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
@@ -28,6 +32,7 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
     """
     if not isinstance(drafter, TrainedDrafter):
         return DraftModel(drafter)
-    special = (BlockHead, block_draft), (ProbesHead, prompt_tokens), (FalconHead, semi_autoregressive)
+    special = ((BlockHead, block_draft), (ProbesHead, prompt_tokens), (FalconHead, semi_autoregressive),
+               (MixtureHead, mixture), (CrossKVHead, cross_kv))
     make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
     return make(lm, drafter, drafter.system)

@@ -1,0 +1,140 @@
+"""Drafts with a head that reads the target's keys and values (`decodax.models.drafters.cross_kv`).
+
+The newest token and the drafts attend to the target's own cache of the verified text, through its `attend`, whatever
+the cache keeps of the text. None of them is in that cache yet, so the drafts of one depth see keys that are equally
+old. The head's cache has the keys and values of its self-attention, which depend on the verified tokens alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.drafter import TREES
+from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
+from decodax.algorithms.speculative.drafts.self.self_draft import conditional
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
+from decodax.algorithms.speculative.source import Answer, Level
+from decodax.cache import AttentionView
+from decodax.common.axes import constrain
+from decodax.common.struct import short
+from decodax.core.cache import Cache, Feature
+from decodax.core.capabilities import tree_buffer, truncate
+from decodax.core.mesh import heads
+from decodax.core.state import State
+from decodax.core.types import Decision, LayeredModel, Out, Params, embeddings
+from decodax.core.window import Window, causal
+from decodax.models.drafters.cross_kv import CrossKVHead
+from decodax.models.drafters.head import HeadStep
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossKVDraft(TrainedHead):
+    """Drafts with a head that attends to the target's cache.
+
+    Attributes:
+        model: the target: a `LayeredModel`, or the result of `decodax.load`. Its weights are `Params.target`.
+        head: the head's network, a `CrossKVHead`.
+        weights: its `HeadWeights`.
+        vocab_size: number of logits of the target; None: that of the head.
+
+    Raises:
+        ValueError: the target's layers are not known, or the one that the head reads has another shape.
+    """
+
+    __repr__ = short
+
+    head: CrossKVHead
+    cache_needs: ClassVar[frozenset[Feature]] = TREES       # drafts attend to the cache without their own keys
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model, LayeredModel):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
+                             "values that the head reads")
+        self.head.check_target(self.model.config)
+
+    def init(self, params: Params, s: State) -> Drafting:      # type: ignore[override]
+        if not isinstance(params.draft, HeadWeights):
+            raise ValueError("params: CrossKVHead needs its HeadWeights in Params.draft")
+        cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
+        return Drafting(cache=constrain(cache, heads(cache)))
+
+    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
+        # a row that goes on after its end keeps nothing of tokens that were cut
+        cache = truncate(state.cache, s.length - 1)
+        window = causal(s.newest[:, None], s.length - 1)
+        step = self._run(params, s, window, cache, cache)
+        scratch = tree_buffer(cache, step.entries, 1 + room)
+        scratch = scratch.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
+        return (Drafting(cache=cache, scratch=scratch.replace(base=None)),
+                Answer(self._logits(params, step.hidden, 0), step.hidden))
+
+    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
+        assert state.scratch is not None
+        window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
+                        live=jnp.ones(level.tokens.shape, bool))
+        sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
+        step = self._run(params, s, window, state.cache, state.scratch.replace(base=state.cache).seen_by(sees))
+        scratch = state.scratch.append(step.entries, level.positions, level.at + 1)
+        return state.replace(scratch=scratch), Answer(self._logits(params, step.hidden, 0), step.hidden)
+
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,    # type: ignore[override]
+                state: Drafting) -> Drafting:
+        tokens, positions, live = window.tokens, window.positions, window.live
+        if decision is not None:        # the newest token and the accepted drafts; the next token opens the next tree
+            tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], decision.tokens[:, :-1]], 1), 0)
+            index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            positions = s.length[:, None] - 1 + index
+            live = (index < decision.count[:, None]) & (decision.tokens >= 0) & s.running[:, None]
+        entries = self._entries(params, tokens, positions, out, None if decision is None else decision.source)
+        return Drafting(cache=state.cache.commit(entries, jnp.where(live, positions, -1)))
+
+    def _entries(self, params: Params, tokens: Array, positions: Array, out: Out,
+                 source: Array | None) -> tuple[Any, ...]:
+        """Returns the entries of the head's cache for verified tokens, which are the nodes `source` (`i32[B, W]`) of
+        the target's window; None: all of them."""
+        embedded = embeddings(self.model, params.target, tokens).astype(self._dtype(params))
+        return self.head.keys_values(params.draft.head, embedded, positions),
+
+    def _known(self, s: State, cache: Cache) -> tuple[Any, int]:
+        """Returns the cache that the cross-attention reads, and the layer in it. `cache` is the head's."""
+        return conditional(s), self.model.config.entries.index((self.head.layer, False))
+
+    def _run(self, params: Params, s: State, window: Window, cache: Cache, own: Any) -> HeadStep:
+        """Runs the head on tokens. `cache` is the head's, and `own` the same or with the buffer of earlier nodes."""
+        (known, at), kv = self._known(s, cache), self.head.kv_layers[0]
+        embedded = embeddings(self.model, params.target, window.tokens)
+        alone = AttentionView(positions=window.positions, key_positions=window.positions, tokens=window.tokens,
+                              seen=jnp.zeros((*window.tokens.shape, window.width), bool))
+
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+            if k is not None:
+                return own.attend(layer, q, k, v, window, **options)
+            # No query attends to these keys, which a cache expects; with an empty cache the result is their value, 0.
+            none = jnp.zeros((*window.tokens.shape, kv.heads, kv.width), embedded.dtype)
+            out, _ = known.attend(at, q.astype(embedded.dtype), none, none, alone, **options)
+            return out.astype(q.dtype), ()
+
+        return self.head.step(params.draft.head, window.tokens, lambda _: embedded,
+                              jnp.zeros((), self._dtype(params)), window.positions, 0, attend)
+
+
+def cross_kv(lm: Any, draft: Any, *systems: str) -> CrossKVDraft:
+    """Returns the source of drafts for a target, from a drafter that reads its keys and values; the arguments are those
+    of `trained`.
+
+    Raises:
+        ValueError: as in `trained`, or the drafter has another head.
+    """
+    made = trained(lm, draft, *systems)
+    if not isinstance(made.head, CrossKVHead):
+        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a "
+                         "CrossKVHead")
+    return CrossKVDraft(made.model, made.head, made.weights)
+
+
+__all__ = ["CrossKVDraft", "cross_kv"]

@@ -1,0 +1,139 @@
+"""Training of heads that read the target's keys and values (`decodax.models.drafters.cross_kv`), beside a target that
+does not change.
+
+A text is read in one pass, each token as a draft of some depth: it sees the target's keys only up to as many positions
+before its own as the draft of that depth does. GliDe (Du et al., 2024) has the depths in turn, LongSpec (Yang et al.,
+2025) draws them, and moves the tokens after the first few to far positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.core.types import embeddings, logits_of
+from decodax.core.window import causal
+from decodax.models.drafters.cross_kv import CrossKVHead
+from decodax.pallas_kernels.window_attention import window_attention
+from decodax.train.block_drafters import key_of
+from decodax.train.draft_losses import loss_of, overlap_of
+from decodax.train.drafters import smooth_l1
+from decodax.train.loop import cast
+
+Tree = Any
+KV = dict[int, tuple[Array, Array]]
+
+ANCHORS = 4
+"""Largest number of first tokens that keep their positions (LongSpec)."""
+
+
+@dataclass(frozen=True)
+class DelayedKeys:
+    """The loss of a head that sees the target's keys with a delay, as drafts do.
+
+    Attributes:
+        target: the target's network; its weights are the third argument of the call.
+        head: the head.
+        steps: number of drafted tokens `K`; a query sees the target's keys up to 1 to `K` positions before its own.
+        loss: name of the loss of a token, see `decodax.train.draft_losses`.
+        features: weight of the smooth L1 distance between the head's hidden state and the target's (Mixture of
+            Attentions).
+        drawn: True: each delay is drawn (LongSpec draws one for all tokens of a batch); False: it grows from 1 to `K`
+            in blocks of `K` tokens, so that a query sees the keys before its block (GliDe).
+        reach: the tokens after the first few are moved to positions below this (LongSpec); 0: they are not moved.
+        dtype: dtype of the computation.
+    """
+
+    target: Any
+    head: CrossKVHead
+    steps: int = 5
+    loss: str = "hard"
+    features: float = 0.0
+    drawn: bool = False
+    reach: int = 0
+    dtype: str = "float32"
+    ids: None = None
+
+    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+        """Returns the loss, a mean over tokens, and scalars to log: "loss", and the acceptance at each depth.
+
+        Args:
+            params: the head's weights.
+            batch: `i32[B, T + 1]`.
+            extra: the target's weights.
+        """
+        tokens, labels = batch[:, :-1], batch[:, 1:]
+        at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        delay, first, moved = jax.random.split(key_of(tokens), 3)
+        delays = jax.random.randint(delay, at.shape, 1, self.steps + 1) if self.drawn else at % self.steps + 1
+        positions, rows = at, (tokens.shape[0], 1)
+        if (spare := self.reach - tokens.shape[1]) > 0:
+            stays = at < jax.random.randint(first, rows, 0, ANCHORS + 1)
+            positions = jnp.where(stays, at, at + jax.random.randint(moved, rows, 0, spare + 1))
+        truth, hidden, entries = target_keys(self.target, extra, tokens, positions, self.dtype)
+        logits, own = delayed(self.target, self.head, cast(params, self.dtype), extra, tokens, positions, entries,
+                              delays)
+        accepted, scalars = overlap_of(truth, logits), {}
+        for j in range(1, self.steps + 1):
+            here = (delays == j) & (at >= j)        # the target has a key there
+            scalars[f"accepted_{j}"] = jnp.where(here, accepted, 0).sum() / jnp.maximum(here.sum(), 1)
+        loss = loss_of(self.loss)(truth, logits, labels).mean()
+        if self.features:
+            loss = loss + self.features * smooth_l1(own, hidden)
+        return loss, {"loss": loss, **scalars}
+
+
+def target_keys(target: Any, weights: Tree, tokens: Array, positions: Array, dtype: str) -> tuple[Array, Array, KV]:
+    """Returns the target's logits `f32[B, T, V]` of a text `i32[B, T]` at positions `i32[B, T]`, its hidden states
+    `f[B, T, D]`, and the keys and values `f[B, T, G, d]` of its layers by their indices, without gradients."""
+    window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)).replace(positions=positions)
+    out = target.apply(cast(weights, dtype), window, target.init_cache(tokens.shape[0], 0))
+    own = {layer: tuple(out.entries[i]) for i, (layer, recurrent) in enumerate(target.config.entries) if not recurrent}
+    return jax.lax.stop_gradient((out.logits(), out.hidden, own))
+
+
+def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens: Array, positions: Array,
+            entries: KV, delays: Array) -> tuple[Array, Array]:
+    """Returns the head's logits `f32[B, T, V]` and its hidden states `f[B, T, D]` at every token of a text; they
+    predict the token after it.
+
+    With a delay of `1 + j`, they are what drafting computes at a token of depth `j`, 0 for the newest one, after the
+    tokens of the text before it.
+
+    Args:
+        target: the target's network.
+        head: the head.
+        params: the head's weights.
+        weights: the target's weights.
+        tokens: `i32[B, T]`.
+        positions: `i32[B, T]`, their positions; windows are counted in tokens.
+        entries: the target's keys and values; see `target_keys`.
+        delays: `i32[B, T]`; a query sees the target's keys of tokens that are at least this many before it.
+    """
+    at = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    before = at[:, None] - at
+    kv = head.known(params, entries, positions)
+    project = lambda x: logits_of(target, jax.lax.stop_gradient(weights), x)
+
+    def attend(layer: int, q: Array, k: Any, v: Any, *, scale: float, sliding: int | None = None,
+               **options: Any) -> tuple[Array, Any]:
+        if any(x is not None for x in options.values()):
+            raise ValueError("head: its layer cannot have a soft cap, a bias or sinks in training")
+        if k is not None:
+            seen = (before >= 0) & (before < (sliding or len(at)))
+            return window_attention(q, k, v, seen[None], positions, scale=scale), ()
+        seen = before >= delays[:, :, None]
+        out = window_attention(q, *(x.astype(q.dtype) for x in kv), seen, positions, scale=scale)
+        return jnp.where(seen.any(2)[:, :, None, None], out, 0), ()
+
+    dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(params)))
+    embed = lambda x: jax.lax.stop_gradient(embeddings(target, weights, x))
+    step = head.step(params, tokens, embed, jnp.zeros((), dtype), positions, 0, attend)
+    return head.logits(params, step.hidden, 0, project), step.hidden
+
+
+__all__ = ["DelayedKeys", "delayed", "target_keys"]
