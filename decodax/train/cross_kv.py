@@ -116,10 +116,10 @@ def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens:
     """
     at = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     before = at[:, None] - at
-    kv = head.known(params, entries, positions)
+    keys, values = head.known(params, entries, positions)
     project = lambda x: logits_of(target, jax.lax.stop_gradient(weights), x)
 
-    def attend(layer: int, q: Array, k: Any, v: Any, *, scale: float, sliding: int | None = None,
+    def attend(layer: int, q: Any, k: Any, v: Any, *, scale: float = 1.0, sliding: int | None = None,
                **options: Any) -> tuple[Array, Any]:
         if any(x is not None for x in options.values()):
             raise ValueError("head: its layer cannot have a soft cap, a bias or sinks in training")
@@ -127,7 +127,7 @@ def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens:
             seen = (before >= 0) & (before < (sliding or len(at)))
             return window_attention(q, k, v, seen[None], positions, scale=scale), ()
         seen = before >= delays[:, :, None]
-        out = window_attention(q, *(x.astype(q.dtype) for x in kv), seen, positions, scale=scale)
+        out = window_attention(q, keys.astype(q.dtype), values.astype(q.dtype), seen, positions, scale=scale)
         return jnp.where(seen.any(2)[:, :, None, None], out, 0), ()
 
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(params)))

@@ -149,12 +149,12 @@ class CrossKVNetwork(nnx.Module):
 
     def keys_values(self, x: Array, positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values of the self-attention for the embeddings `f[B, W, D]` of tokens."""
-        layer = cast(DecoderLayer, self.layers["0"])
+        layer = self.layers["0"]
         return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.rope, positions))
 
     def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
         """Returns the hidden states `f[B, W, D]`, and the entry of the self-attention."""
-        layer, tables = cast(DecoderLayer, self.layers["0"]), rotations(self.rope, positions)
+        layer, tables = self.layers["0"], rotations(self.rope, positions)
         branch, entry = layer.attention_half(0, x, tables, attend)
         x = x + branch
         x = x + self.cross(1, optional(self.cross_norm, x), tables, attend)[0]

@@ -79,13 +79,13 @@ class MixtureNetwork(nnx.Module):
         mask = jnp.ones((1, x.shape[1], x.shape[1]), bool)
         attend: Attend = lambda layer, q, k, v, **options: (window_attention(q, k, v, mask, at, **options), ())
         x = self.summary(0, x, rotations(self.ropes[0], at), attend)[0].mean(1)
-        cross = cast(DecoderLayer, self.layers["1"])
+        cross = self.layers["1"]
         x = optional(cross.attn_in, self.project(x).reshape(*positions.shape, -1))
         return cast(Attention, cross.attn).keys_values(x, rotations(self.ropes[1], positions))
 
     def keys_values(self, x: Array, positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values of the self-attention for the embeddings `f[B, W, D]` of tokens."""
-        layer = cast(DecoderLayer, self.layers["0"])
+        layer = self.layers["0"]
         return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.ropes[1], positions))
 
     def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
