@@ -15,10 +15,11 @@ from decodax.train.less import fit_less
 from decodax.train.probe import Probe, fit_heads, fit_layers
 from decodax.train.query_aware import fit_key_books
 from decodax.train.rotatekv import fit_order
+from decodax.train.sub_model import sub_model
 from decodax.train.token_butler import fit_token_butler
 
 __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fit_attention_predictor", "fit_channels",
            "fit_codebooks", "fit_echo_att", "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads",
            "fit_kv_prediction", "fit_layers", "fit_lengths", "fit_less", "fit_order", "fit_predictor",
            "fit_predictors", "fit_sequoia", "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads",
-           "train_kv_prediction"]
+           "sub_model", "train_kv_prediction"]
