@@ -9,13 +9,13 @@ from decodax.train.cq import fit_codebooks
 from decodax.train.cskv import fit_features
 from decodax.train.echo_att import attention_similarity, echo_groups, fit_echo_att
 from decodax.train.fewer_heads import fit_kv_heads, mean_kv_heads
+from decodax.train.fixed_depth import sub_model
 from decodax.train.kv_prediction import fit_kv_prediction, train_kv_prediction
 from decodax.train.leank import fit_channels
 from decodax.train.less import fit_less
 from decodax.train.probe import Probe, fit_heads, fit_layers
 from decodax.train.query_aware import fit_key_books
 from decodax.train.rotatekv import fit_order
-from decodax.train.sub_model import sub_model
 from decodax.train.token_butler import fit_token_butler
 
 __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fit_attention_predictor", "fit_channels",

@@ -1,4 +1,4 @@
-"""The first layers of a model as a model of its own, for generation at a fixed depth (SoFT, Kavehzadeh et al., 2024)."""
+"""The first layers of a model as a model of its own: generation at a fixed depth (SoFT, Kavehzadeh et al., 2024)."""
 
 from __future__ import annotations
 
