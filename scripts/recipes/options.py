@@ -41,7 +41,8 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 """Learning rates of drafters, where not 1e-3."""
 
 TUNED: dict[str, dict[str, Any]] = {
-    "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256)}
+    "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
+    "scheduled-sampling": dict(answers=256)}
 """What a model can be tuned for, with options of their own."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -109,7 +110,8 @@ class Options:
     system: str | None = _option("method that the drafter is for (default: eagle-3)", only="drafter",
                                  choices=tuple(PRESETS["drafter"]))
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
-                                    "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm)",
+                                    "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
+                                    "several tokens at masks (space); after the model's own tokens",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
                                     "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
@@ -123,7 +125,12 @@ class Options:
     every: int = _option("layerskip: distance of the exits of a step in the rotational curriculum", 8, "tune")
     depths: tuple[int, ...] | None = _option("soft: numbers of layers that are learned (default: eight equally spaced "
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
-    noise: int = _option("msn: inputs of a row that are replaced", 5, "tune")
+    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
+                               "the block of the model, or half of --length); tune: inputs of a row that msn "
+                               "replaces, or masks of space (default: 5)", only="diffusion tune")
+    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+    replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
+                              "tune")
     blocks: int = _option("cllm: blocks that are decoded after each prompt", 4, "tune")
     fixed_weight: float = _option("cllm: weight of the cross-entropy of fixed points", 10.0, "tune")
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
@@ -167,10 +174,9 @@ class Options:
                                               type=str, metavar="TASK=SHARE")
     apart: float = _option("share of rows whose prompt does not see the answer, for models that read prompts from a "
                            "cache", 0.0, "diffusion")
-    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
-                               "the block of the model, or half of --length)", only="diffusion")
     answers: int | None = _option("number of the model's own answers for a stage (default: 8192 to problems; of text "
-                                  "1024, with 64 tokens each), or for cllm (default: 256)", only="diffusion tune")
+                                  "1024, with 64 tokens each), or for cllm and scheduled-sampling (default: "
+                                  "256)", only="diffusion tune")
     longest: int | None = _option("tokens of the longest texts", only="recall")
     problems: int | None = _option("held-out problems that the finished model is measured on", None,
                                    "recall sums numerals", False)

@@ -26,6 +26,8 @@ from decodax.train.tuning import (
     ExampleBatches,
     ExampleRows,
     NoisyLoss,
+    ScheduledSamplingLoss,
+    SemiAutoregressiveLoss,
     SortedLoss,
     TrajectoryBatches,
     collect_trajectories,
@@ -43,7 +45,10 @@ PROMPTS, NEW = 16, 64
 """Held-out prompts that Jacobi decoding is measured on, and the tokens that are decoded."""
 
 TOGETHER = 32
-"""Prompts whose trajectories are collected together."""
+"""Prompts that are continued together before the training."""
+
+SPAN = 5
+"""Inputs that noise replaces, and masks in a row, if no option says it."""
 
 CARD = """---
 tags: [jax, decodax]
@@ -95,9 +100,23 @@ def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:
     return [row[:first if first > 1 else max(size // 4, 1)].tolist() for row, first, size in given]
 
 
-def objective_of(options: Options, network: Transformer) -> Objective:
+def own_answers(lm: Any, rows: ExampleRows) -> np.ndarray:
+    """Returns the rows with what the model writes after their prompts at temperature 1 in place of the targets,
+    `i32[N, T + 1]`."""
+    made = rows.tokens.copy()
+    for at in range(0, len(rows), TOGETHER):
+        some = rows[at:at + TOGETHER]
+        firsts, sizes = some.learned.argmax(1), some.learned.sum(1)
+        out = dx.generate(lm, [row[:first].tolist() for row, first in zip(some.tokens, firsts, strict=True)],
+                          max_new_tokens=int(sizes.max()), eos_token_id=[], temperature=1.0)
+        for i, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
+            made[at + i, first:first + size] = np.asarray(out.tokens)[i, :size]
+    return made
+
+
+def objective_of(options: Options, lm: Any) -> Objective:
     """Returns the loss."""
-    dtype = options.dtype
+    network, dtype = lm.model, options.dtype
     match options.objective:
         case "layerskip":
             assert options.steps is not None
@@ -106,7 +125,13 @@ def objective_of(options: Options, network: Transformer) -> Objective:
         case "soft":
             return SortedLoss(network, options.depths or sorted_depths(network.depth), dtype)
         case "msn":
-            return NoisyLoss(network, options.noise, dtype)
+            return NoisyLoss(network, options.span or SPAN, dtype)
+        case "space":
+            return SemiAutoregressiveLoss(network, lm.pad if options.mask is None else options.mask,
+                                          options.span or SPAN, dtype=dtype)
+        case "scheduled-sampling":
+            assert options.steps is not None
+            return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
         case "cllm":
             return ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
     return WeightedAnswers(network, 0.0, dtype)
@@ -121,10 +146,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
     out = np.arange(len(rows)) % EVERY == EVERY - 1
     used, held = (rows[~out], rows[out][:MOST]) if out.any() else (rows, rows[:MOST])
-    objective, key = objective_of(options, network), jax.random.key(options.seed)
+    objective, key = objective_of(options, lm), jax.random.key(options.seed)
     exits, jacobi = options.objective in ("layerskip", "soft"), options.objective in ("cllm", "msn")
     batch, ways, end = options.batch or 8, mesh.shape["data"], tuple(i for i in lm.eos if isinstance(i, int))
-    batches: Any = ExampleBatches(used, batch, options.seed)
+    batches: Any = ExampleBatches(used.arrays, batch, options.seed)
+    if options.objective == "scheduled-sampling":
+        used = used[:options.answers or 256]
+        batches = ExampleBatches((*used.arrays, own_answers(lm, used)), batch, options.seed)
     if options.objective == "cllm":
         prompts, size = prompts_of(used, options.answers or 256), options.block or 16
         found = [one for at in range(0, len(prompts), TOGETHER) for one in collect_trajectories(
@@ -135,8 +163,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     def extra(step: int) -> Any:
         now = jax.random.fold_in(key, step)
-        return (now, jnp.int32(step)) if options.objective == "layerskip" else now if (
-            options.objective == "msn") else None
+        return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
+                "space": now}.get(str(options.objective))
 
     def losses(params: Any) -> np.ndarray:
         """Returns the held-out loss, of the exits after each layer or of the whole model."""
@@ -157,7 +185,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     def tokens_a_forward(params: Any) -> float:
         """Returns the mean number of tokens of a round of Jacobi decoding."""
-        drafts = dx.drafts.Jacobi(options.block - 1 if options.block else options.noise, "text")
+        drafts = dx.drafts.Jacobi(options.block - 1 if options.block else options.span or SPAN, "text")
         made = dx.generate(lm.with_params(params), prompts_of(held, PROMPTS), algorithm=Speculative(drafts),
                            max_new_tokens=NEW, eos_token_id=[])
         return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds))

@@ -18,6 +18,8 @@ from decodax.train.tuning import (
     ExampleBatches,
     ExampleRows,
     NoisyLoss,
+    ScheduledSamplingLoss,
+    SemiAutoregressiveLoss,
     SortedLoss,
     Trajectory,
     TrajectoryBatches,
@@ -25,6 +27,7 @@ from decodax.train.tuning import (
     losses_by_layer,
 )
 from decodax.train.tuning.msn import with_noise
+from decodax.train.tuning.spans import random_spans
 from tests.by_hand import logits
 from tests.small_models import PROMPTS, net
 
@@ -96,6 +99,35 @@ def test_msn_replaces_a_span_of_a_target_by_tokens_before_it():
     assert (short[:, :8] == TOKENS[:, :8]).all()
 
 
+def test_space_learns_ordinary_rows_and_masks_after_a_cut():
+    key = jax.random.key(4)
+    loss, _ = SemiAutoregressiveLoss(LM.model, 23, 3)(LM.params, BATCH, key)
+    which, place = jax.random.split(key)
+    plain = np.asarray(jax.random.bernoulli(which, 0.5, (3,)))
+    start, end = map(np.asarray, random_spans(place, jnp.asarray(LEARNED & (np.arange(9) < 8)), 3))
+    rows = []
+    for i, row in enumerate(TOKENS):
+        inputs, at = row[:-1].copy(), np.arange(start[i], end[i])
+        assert LEARNED[i, at].all() and LEARNED[i, at + 1].all() and 1 <= len(at) <= 3
+        if plain[i]:
+            at = np.flatnonzero(LEARNED[i, 1:])
+        else:
+            inputs[at] = 23
+        rows.append(-log_p(inputs)[at, row[at + 1]].mean())
+    assert plain.any() and not plain.all()
+    assert float(loss) == pytest.approx(np.mean(rows), rel=1e-5)
+
+
+def test_scheduled_sampling_replaces_a_rising_share_of_the_inputs_of_targets():
+    own = RNG.integers(0, 24, TOKENS.shape)
+    objective = ScheduledSamplingLoss(LM.model, 11, 0.8)
+    at = lambda step: objective(LM.params, (*BATCH, jnp.asarray(own, jnp.int32)), (jax.random.key(3), jnp.int32(step)))
+    assert float(at(0)[0]) == pytest.approx(loss_of([range(L)] * 3), rel=1e-5)
+    replaced = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.4, TOKENS.shape)) & LEARNED
+    assert float(at(5)[0]) == pytest.approx(loss_of([range(L)] * 3, np.where(replaced, own, TOKENS)), rel=1e-5)
+    assert 0 < replaced.sum() < LEARNED.sum()
+
+
 @pytest.fixture(scope="module")
 def trajectories():
     return collect_trajectories(LM, PROMPTS, block=4, blocks=2, end=(4,))
@@ -155,7 +187,7 @@ def test_pairs_and_texts_become_rows_of_one_length():
     assert [np.flatnonzero(row).tolist() for row in rows.learned] == [[2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
     padded = ExampleRows.of([Example((1, 2, 3), 1)], 4)
     assert padded.tokens.tolist() == [[1, 2, 3, 0, 0]] and np.flatnonzero(padded.learned[0]).tolist() == [1, 2]
-    batches = ExampleBatches(rows, 2, seed=3)
+    batches = ExampleBatches(rows.arrays, 2, seed=3)
     epochs = np.concatenate([batches[step][0][:, 0] for step in range(3)]).reshape(2, 3)
     assert [sorted(epoch) for epoch in epochs.tolist()] == [[3, 10, 14]] * 2
 

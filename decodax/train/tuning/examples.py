@@ -109,6 +109,11 @@ class ExampleRows:
             learned[i, given:len(tokens)] = True
         return cls(made, learned, cut)
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and learned places."""
+        return self.tokens, self.learned
+
     def __len__(self) -> int:
         """Returns the number of rows."""
         return len(self.tokens)
@@ -120,25 +125,25 @@ class ExampleRows:
 
 @dataclass(frozen=True)
 class ExampleBatches:
-    """Batches of rows: `ExampleBatches(...)[step]` is `i32[batch, T + 1]` and `bool[batch, T + 1]`, the same at every
-    call. Every epoch visits each row once, in another random order.
+    """Batches of rows: `ExampleBatches(...)[step]` has `batch` rows of each array, the same at every call. Every epoch
+    visits each row once, in another random order.
 
     Attributes:
-        rows: the rows.
+        arrays: `[N, ...]` each, such as tokens and learned places of `ExampleRows`.
         batch: number of rows of a batch.
         seed: seed of the orders.
     """
 
-    rows: ExampleRows
+    arrays: tuple[np.ndarray, ...]
     batch: int
     seed: int = 0
 
-    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        count, first = len(self.rows), step * self.batch
+    def __getitem__(self, step: int) -> tuple[np.ndarray, ...]:
+        count, first = len(self.arrays[0]), step * self.batch
         places = range(first, first + self.batch)
         epochs = {e: np.random.default_rng([self.seed, e]).permutation(count) for e in {i // count for i in places}}
         which = [epochs[i // count][i % count] for i in places]
-        return self.rows.tokens[which], self.rows.learned[which]
+        return tuple(x[which] for x in self.arrays)
 
 
 __all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples"]

@@ -19,6 +19,7 @@ from jax import Array
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
 from decodax.train.tuning.exits import learned_mean
+from decodax.train.tuning.spans import random_spans
 
 Tree = Any
 
@@ -30,22 +31,16 @@ def with_noise(key: Array, tokens: Array, learned: Array, span: int) -> Array:
         key: a random key.
         tokens: `i32[B, T]`.
         learned: `bool[B, T]`, True for the tokens of the target.
-        span: number of tokens that are replaced in a row; fewer if the target is shorter. Token 0 stays.
+        span: number of tokens that are replaced in a row, see `random_spans`.
     """
-    T = tokens.shape[1]
-
-    def row(key: Array, tokens: Array, learned: Array) -> Array:
-        first = jnp.maximum(jnp.argmax(learned), 1)
-        end = T - jnp.argmax(learned[::-1])
-        begin, *draws = jax.random.split(key, span + 1)
-        start = jax.random.randint(begin, (), first, jnp.maximum(end - span, first) + 1)
-        for i, draw in enumerate(draws):
-            at = jnp.minimum(start + i, T - 1)
-            noise = tokens[jax.random.randint(draw, (), 0, jnp.maximum(at, 1))]
-            tokens = tokens.at[at].set(jnp.where((start + i < end) & learned.any(), noise, tokens[at]))
-        return tokens
-
-    return jax.vmap(row)(jax.random.split(key, tokens.shape[0]), tokens, learned)
+    begin, *draws = jax.random.split(key, span + 1)
+    start, end = random_spans(begin, learned, span)
+    rows = jnp.arange(len(tokens))
+    for i, draw in enumerate(draws):
+        at = jnp.minimum(start + i, tokens.shape[1] - 1)
+        noise = tokens[rows, jax.random.randint(draw, at.shape, 0, jnp.maximum(at, 1))]
+        tokens = tokens.at[rows, at].set(jnp.where(start + i < end, noise, tokens[rows, at]))
+    return tokens
 
 
 @dataclass(frozen=True)
