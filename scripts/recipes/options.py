@@ -131,6 +131,8 @@ class Options:
     mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
+    correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "
+                                     "model, in as many rows again (RAC)", None, "tune", metavar="TEXT")
     blocks: int = _option("cllm: blocks that are decoded after each prompt", 4, "tune")
     fixed_weight: float = _option("cllm: weight of the cross-entropy of fixed points", 10.0, "tune")
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")

@@ -34,6 +34,7 @@ from decodax.train.tuning import (
     losses_by_layer,
     read_examples,
 )
+from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
 from recipes.options import Options
 from recipes.run import Recipe
@@ -152,7 +153,12 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
     if options.objective == "scheduled-sampling":
         used = used[:options.answers or 256]
-        batches = ExampleBatches((*used.arrays, own_answers(lm, used)), batch, options.seed)
+        own = own_answers(lm, used)
+        arrays = [(*used.arrays, own)]
+        if options.correction:
+            more = ExampleRows.of(corrections(used, own, lm.tokenizer.encode(options.correction, False)), length)
+            arrays.append((*more.arrays, more.tokens))          # nothing of a correction is replaced
+        batches = ExampleBatches(tuple(map(np.concatenate, zip(*arrays, strict=True))), batch, options.seed)
     if options.objective == "cllm":
         prompts, size = prompts_of(used, options.answers or 256), options.block or 16
         found = [one for at in range(0, len(prompts), TOGETHER) for one in collect_trajectories(

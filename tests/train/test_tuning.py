@@ -2,6 +2,7 @@
 collected."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,12 @@ from decodax.train.tuning import (
     losses_by_layer,
 )
 from decodax.train.tuning.msn import with_noise
+from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.spans import random_spans
 from tests.by_hand import logits
 from tests.small_models import PROMPTS, net
 
-LM = net(4)
+lm = functools.partial(net, 4)
 L = 4
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 24, (3, 9))
@@ -41,8 +43,8 @@ BATCH = jnp.asarray(TOKENS, jnp.int32), jnp.asarray(LEARNED)
 
 def log_p(tokens, layers=range(L)):
     """Log-probabilities after each token, `f64[T, V]`, of a network of some of the layers."""
-    config = dataclasses.replace(LM.model.config, layers=tuple(LM.model.config.layers[i] for i in layers))
-    params = {**LM.params, "layers": {str(n): LM.params["layers"][str(i)] for n, i in enumerate(layers)}}
+    config = dataclasses.replace(lm().model.config, layers=tuple(lm().model.config.layers[i] for i in layers))
+    params = {**lm().params, "layers": {str(n): lm().params["layers"][str(i)] for n, i in enumerate(layers)}}
     x = logits(config, params, tokens)
     return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
 
@@ -57,7 +59,7 @@ def loss_of(layers, inputs=TOKENS):
 def test_layerskip_adds_the_losses_of_exits_of_a_network_with_dropped_layers():
     """Rotational, R = 2 at step 3: the exits after the second and the last of four layers."""
     key = jax.random.key(5)
-    loss, scalars = EarlyExitLoss(LM.model, 10, dropout=0.6, every=2)(LM.params, BATCH, (key, jnp.int32(3)))
+    loss, scalars = EarlyExitLoss(lm().model, 10, dropout=0.6, every=2)(lm().params, BATCH, (key, jnp.int32(3)))
     rates = [0.6 * (2 ** (i / 3) - 1) for i in range(L)]
     keep = ~np.asarray(jax.random.bernoulli(key, jnp.asarray(rates), (3, L)))
     assert keep[:, 0].all() and not keep.all()
@@ -69,11 +71,11 @@ def test_layerskip_adds_the_losses_of_exits_of_a_network_with_dropped_layers():
 
 
 def test_soft_takes_the_mean_over_sub_models_which_decode_alone():
-    loss, _ = SortedLoss(LM.model, (1, 3, 4))(LM.params, BATCH, None)
+    loss, _ = SortedLoss(lm().model, (1, 3, 4))(lm().params, BATCH, None)
     each = [loss_of([range(n)] * 3) for n in (1, 3, 4)]
     assert float(loss) == pytest.approx(np.mean(each), rel=1e-5)
-    np.testing.assert_allclose(losses_by_layer(LM.model, LM.params, BATCH)[np.array([0, 2, 3])], each, rtol=1e-5)
-    three = sub_model(LM, 3)
+    np.testing.assert_allclose(losses_by_layer(lm().model, lm().params, BATCH)[np.array([0, 2, 3])], each, rtol=1e-5)
+    three = sub_model(lm(), 3)
     out = dx.generate(three, [TOKENS[0].tolist()], max_new_tokens=3, eos_token_id=[])
     text = TOKENS[0].tolist()
     for _ in range(3):
@@ -82,7 +84,7 @@ def test_soft_takes_the_mean_over_sub_models_which_decode_alone():
 
 
 def test_msn_replaces_a_span_of_a_target_by_tokens_before_it():
-    loss, _ = NoisyLoss(LM.model, 3)(LM.params, BATCH, jax.random.key(2))
+    loss, _ = NoisyLoss(lm().model, 3)(lm().params, BATCH, jax.random.key(2))
     noisy = np.asarray(with_noise(jax.random.key(2), *BATCH, 3))
     assert float(loss) == pytest.approx(loss_of([range(L)] * 3, noisy), rel=1e-5) and (noisy != TOKENS).any()
 
@@ -101,7 +103,7 @@ def test_msn_replaces_a_span_of_a_target_by_tokens_before_it():
 
 def test_space_learns_ordinary_rows_and_masks_after_a_cut():
     key = jax.random.key(4)
-    loss, _ = SemiAutoregressiveLoss(LM.model, 23, 3)(LM.params, BATCH, key)
+    loss, _ = SemiAutoregressiveLoss(lm().model, 23, 3)(lm().params, BATCH, key)
     which, place = jax.random.split(key)
     plain = np.asarray(jax.random.bernoulli(which, 0.5, (3,)))
     start, end = map(np.asarray, random_spans(place, jnp.asarray(LEARNED & (np.arange(9) < 8)), 3))
@@ -120,17 +122,19 @@ def test_space_learns_ordinary_rows_and_masks_after_a_cut():
 
 def test_scheduled_sampling_replaces_a_rising_share_of_the_inputs_of_targets():
     own = RNG.integers(0, 24, TOKENS.shape)
-    objective = ScheduledSamplingLoss(LM.model, 11, 0.8)
-    at = lambda step: objective(LM.params, (*BATCH, jnp.asarray(own, jnp.int32)), (jax.random.key(3), jnp.int32(step)))
+    objective = ScheduledSamplingLoss(lm().model, 11, 0.8)
+    at = lambda step: objective(lm().params, (*BATCH, jnp.asarray(own, jnp.int32)), (jax.random.key(3), jnp.int32(step)))
     assert float(at(0)[0]) == pytest.approx(loss_of([range(L)] * 3), rel=1e-5)
     replaced = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.4, TOKENS.shape)) & LEARNED
     assert float(at(5)[0]) == pytest.approx(loss_of([range(L)] * 3, np.where(replaced, own, TOKENS)), rel=1e-5)
     assert 0 < replaced.sum() < LEARNED.sum()
+    (one,) = corrections(ExampleRows(TOKENS[:1], LEARNED[:1]), own[:1], [22, 23])
+    assert list(one.tokens) == [*TOKENS[0, :3], *own[0, 3:], 22, 23, *TOKENS[0, 3:]] and one.prompt == 9
 
 
 @pytest.fixture(scope="module")
 def trajectories():
-    return collect_trajectories(LM, PROMPTS, block=4, blocks=2, end=(4,))
+    return collect_trajectories(lm(), PROMPTS, block=4, blocks=2, end=(4,))
 
 
 def test_trajectories_are_jacobi_iterations_to_the_text_of_plain_decoding(trajectories):
@@ -156,7 +160,7 @@ def test_the_consistency_loss_compares_a_state_with_its_fixed_point():
     assert fixed.tolist() == [[7, 1, 2, 5, 9, 4, 8, 0, 0]] and state.tolist() == [[7, 1, 2, 5, 6, 6, 8, 0, 0]]
     assert np.flatnonzero(learned[0]).tolist() == [3, 4, 5]     # up to the end of the text
     batch = tuple(map(jnp.asarray, (fixed, state, learned)))
-    loss, scalars = ConsistencyLoss(LM.model, 2.0, 0.1)(LM.params, batch, None)
+    loss, scalars = ConsistencyLoss(lm().model, 2.0, 0.1)(lm().params, batch, None)
     right, guessed = log_p(fixed[0, :-1]), log_p(state[0, :-1])
     truth = -np.mean([0.9 * right[i, fixed[0, i + 1]] + 0.1 * right[i].mean() for i in (2, 3, 4)])
     apart = -np.mean([(np.exp(right[i]) * guessed[i]).sum() for i in (3, 4)])       # token 4 is the first that differs
@@ -168,13 +172,13 @@ def test_the_consistency_loss_compares_a_state_with_its_fixed_point():
 
 @pytest.mark.wide
 def test_after_consistency_tuning_jacobi_needs_fewer_iterations(trajectories):
-    batches, objective = TrajectoryBatches(trajectories, 8, 16), ConsistencyLoss(LM.model, 1.0)
-    params, tx = jax.tree.map(jnp.array, LM.params), adamw(0.0)
+    batches, objective = TrajectoryBatches(trajectories, 8, 16), ConsistencyLoss(lm().model, 1.0)
+    params, tx = jax.tree.map(jnp.array, lm().params), adamw(0.0)
     opt = tx.init(params)
     for step in range(60):
         params, opt, _ = update(objective, tx, params, opt, tuple(map(jnp.asarray, batches[step])), None,
                                 jnp.float32(3e-3))
-    after = collect_trajectories(LM.with_params(params), PROMPTS, block=4, blocks=2, end=(4,))
+    after = collect_trajectories(lm().with_params(params), PROMPTS, block=4, blocks=2, end=(4,))
     count = lambda found: np.mean([len(one.states) for one in found])
     assert count(after) < count(trajectories) - 0.5
 
@@ -193,12 +197,12 @@ def test_pairs_and_texts_become_rows_of_one_length():
 
 
 @pytest.mark.parametrize(("message", "make"), [
-    ("dropout: got 1.0", lambda: EarlyExitLoss(LM.model, 3, dropout=1.0)),
-    ("curriculum: got 'all'", lambda: EarlyExitLoss(LM.model, 3, curriculum="all")),
-    (r"depths: got \(2, 5\), takes numbers of layers from 1 to 4", lambda: SortedLoss(LM.model, (2, 5))),
-    ("span: got 0", lambda: NoisyLoss(LM.model, 0)),
+    ("dropout: got 1.0", lambda: EarlyExitLoss(lm().model, 3, dropout=1.0)),
+    ("curriculum: got 'all'", lambda: EarlyExitLoss(lm().model, 3, curriculum="all")),
+    (r"depths: got \(2, 5\), takes numbers of layers from 1 to 4", lambda: SortedLoss(lm().model, (2, 5))),
+    ("span: got 0", lambda: NoisyLoss(lm().model, 0)),
     ("trajectories: got 0", lambda: TrajectoryBatches([], 1, 8)),
-    ("layers: got 5, takes 1 to 4", lambda: sub_model(LM, 5)),
+    ("layers: got 5, takes 1 to 4", lambda: sub_model(lm(), 5)),
     ("data: got 1 examples, of which none", lambda: ExampleRows.of([Example((1,), 0)], 4)),
 ])
 def test_wrong_input_is_named(message, make):

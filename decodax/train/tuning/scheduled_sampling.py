@@ -4,19 +4,25 @@ written before the training, and the tokens to predict remain those of the targe
 of its own.
 
 The share of replaced tokens rises linearly during the run, from 0 to `share`.
+
+The paper's second method, reference-answer-based correction (RAC), teaches the model to correct itself: `corrections`
+makes examples in which its own answer stands before the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
+from decodax.train.tuning.examples import Example, ExampleRows
 from decodax.train.tuning.exits import learned_mean
 
 Tree = Any
@@ -65,4 +71,21 @@ class ScheduledSamplingLoss:
         return loss, {"loss": loss}
 
 
-__all__ = ["ScheduledSamplingLoss"]
+def corrections(rows: ExampleRows, own: np.ndarray, between: Sequence[int]) -> list[Example]:
+    """Returns examples for RAC: the prompt and the model's own answer, then `between` and the reference, which are
+    learned.
+
+    Args:
+        rows: `N` examples with one target each.
+        own: `i32[N, T + 1]`, the rows with the model's own tokens in place of the targets.
+        between: ids of the words that introduce a correction.
+    """
+    made = []
+    for tokens, learned, answered in zip(rows.tokens, rows.learned, own, strict=True):
+        target = tokens[learned].tolist()
+        said = [*tokens[:learned.argmax()].tolist(), *answered[learned].tolist()]
+        made.append(Example((*said, *between, *target), len(said)))
+    return made
+
+
+__all__ = ["ScheduledSamplingLoss", "corrections"]
