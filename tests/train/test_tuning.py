@@ -123,7 +123,8 @@ def test_space_learns_ordinary_rows_and_masks_after_a_cut():
 def test_scheduled_sampling_replaces_a_rising_share_of_the_inputs_of_targets():
     own = RNG.integers(0, 24, TOKENS.shape)
     objective = ScheduledSamplingLoss(lm().model, 11, 0.8)
-    at = lambda step: objective(lm().params, (*BATCH, jnp.asarray(own, jnp.int32)), (jax.random.key(3), jnp.int32(step)))
+    batch = (*BATCH, jnp.asarray(own, jnp.int32))
+    at = lambda step: objective(lm().params, batch, (jax.random.key(3), jnp.int32(step)))
     assert float(at(0)[0]) == pytest.approx(loss_of([range(L)] * 3), rel=1e-5)
     replaced = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.4, TOKENS.shape)) & LEARNED
     assert float(at(5)[0]) == pytest.approx(loss_of([range(L)] * 3, np.where(replaced, own, TOKENS)), rel=1e-5)
