@@ -59,7 +59,7 @@ def loss_of(layers, inputs=TOKENS):
 def test_layerskip_adds_the_losses_of_exits_of_a_network_with_dropped_layers():
     """Rotational, R = 2 at step 3: the exits after the second and the last of four layers."""
     key = jax.random.key(5)
-    loss, scalars = EarlyExitLoss(lm().model, 10, dropout=0.6, every=2)(lm().params, BATCH, (key, jnp.int32(3)))
+    loss, scalars = jax.jit(EarlyExitLoss(lm().model, 10, dropout=0.6, every=2))(lm().params, BATCH, (key, jnp.int32(3)))
     rates = [0.6 * (2 ** (i / 3) - 1) for i in range(L)]
     keep = ~np.asarray(jax.random.bernoulli(key, jnp.asarray(rates), (3, L)))
     assert keep[:, 0].all() and not keep.all()
@@ -70,11 +70,15 @@ def test_layerskip_adds_the_losses_of_exits_of_a_network_with_dropped_layers():
     assert float(scalars["last_layer"]) == pytest.approx(after(4), rel=1e-5)
 
 
-def test_soft_takes_the_mean_over_sub_models_which_decode_alone():
-    loss, _ = SortedLoss(lm().model, (1, 3, 4))(lm().params, BATCH, None)
+def test_soft_takes_the_mean_over_sub_models():
+    loss, _ = jax.jit(SortedLoss(lm().model, (1, 3, 4)))(lm().params, BATCH, None)
     each = [loss_of([range(n)] * 3) for n in (1, 3, 4)]
     assert float(loss) == pytest.approx(np.mean(each), rel=1e-5)
     np.testing.assert_allclose(losses_by_layer(lm().model, lm().params, BATCH)[np.array([0, 2, 3])], each, rtol=1e-5)
+
+
+@pytest.mark.wide
+def test_a_sub_model_decodes_at_a_fixed_depth():
     three = sub_model(lm(), 3)
     out = dx.generate(three, [TOKENS[0].tolist()], max_new_tokens=3, eos_token_id=[])
     text = TOKENS[0].tolist()
@@ -84,26 +88,28 @@ def test_soft_takes_the_mean_over_sub_models_which_decode_alone():
 
 
 def test_msn_replaces_a_span_of_a_target_by_tokens_before_it():
-    loss, _ = NoisyLoss(lm().model, 3)(lm().params, BATCH, jax.random.key(2))
-    noisy = np.asarray(with_noise(jax.random.key(2), *BATCH, 3))
+    loss, _ = jax.jit(NoisyLoss(lm().model, 3))(lm().params, BATCH, jax.random.key(2))
+    noise = jax.jit(with_noise, static_argnums=3)
+    noisy = np.asarray(noise(jax.random.key(2), *BATCH, 3))
     assert float(loss) == pytest.approx(loss_of([range(L)] * 3, noisy), rel=1e-5) and (noisy != TOKENS).any()
 
     # tokens that occur once say where noise came from
     learned = jnp.broadcast_to((np.arange(12) >= 4) & (np.arange(12) < 10), (400, 12))
-    made = np.asarray(with_noise(jax.random.key(1), jnp.broadcast_to(jnp.arange(12), (400, 12)), learned, 3))
+    made = np.asarray(noise(jax.random.key(1), jnp.broadcast_to(jnp.arange(12), (400, 12)), learned, 3))
     changed = made != np.arange(12)
     begins = changed.argmax(1)
     assert changed.sum(1).tolist() == [3] * 400 and set(begins) == {4, 5, 6, 7}
     assert all(row[begin:begin + 3].all() for row, begin in zip(changed, begins, strict=True))
     assert (made <= np.arange(12)).all() and set(made[begins == 4, 4]) == {0, 1, 2, 3}
     assert np.bincount(begins)[4:].min() > 60           # 100 are expected, with a deviation of 9
-    short = np.asarray(with_noise(jax.random.key(0), BATCH[0], jnp.asarray(np.arange(9) == 8)[None].repeat(3, 0), 5))
+    short = np.asarray(noise(jax.random.key(0), BATCH[0], jnp.asarray(np.arange(9) == 8)[None].repeat(3, 0), 5))
     assert (short[:, :8] == TOKENS[:, :8]).all()
 
 
+@pytest.mark.wide
 def test_space_learns_ordinary_rows_and_masks_after_a_cut():
-    key = jax.random.key(4)
-    loss, _ = SemiAutoregressiveLoss(lm().model, 23, 3)(lm().params, BATCH, key)
+    key = jax.random.key(0)
+    loss, _ = jax.jit(SemiAutoregressiveLoss(lm().model, 23, 3))(lm().params, BATCH, key)
     which, place = jax.random.split(key)
     plain = np.asarray(jax.random.bernoulli(which, 0.5, (3,)))
     start, end = map(np.asarray, random_spans(place, jnp.asarray(LEARNED & (np.arange(9) < 8)), 3))
@@ -120,9 +126,10 @@ def test_space_learns_ordinary_rows_and_masks_after_a_cut():
     assert float(loss) == pytest.approx(np.mean(rows), rel=1e-5)
 
 
+@pytest.mark.wide
 def test_scheduled_sampling_replaces_a_rising_share_of_the_inputs_of_targets():
     own = RNG.integers(0, 24, TOKENS.shape)
-    objective = ScheduledSamplingLoss(lm().model, 11, 0.8)
+    objective = jax.jit(ScheduledSamplingLoss(lm().model, 11, 0.8))
     batch = (*BATCH, jnp.asarray(own, jnp.int32))
     at = lambda step: objective(lm().params, batch, (jax.random.key(3), jnp.int32(step)))
     assert float(at(0)[0]) == pytest.approx(loss_of([range(L)] * 3), rel=1e-5)
@@ -138,6 +145,7 @@ def trajectories():
     return collect_trajectories(lm(), PROMPTS, block=4, blocks=2, end=(4,))
 
 
+@pytest.mark.wide
 def test_trajectories_are_jacobi_iterations_to_the_text_of_plain_decoding(trajectories):
     at = 0
     for prompt in PROMPTS:
@@ -161,7 +169,7 @@ def test_the_consistency_loss_compares_a_state_with_its_fixed_point():
     assert fixed.tolist() == [[7, 1, 2, 5, 9, 4, 8, 0, 0]] and state.tolist() == [[7, 1, 2, 5, 6, 6, 8, 0, 0]]
     assert np.flatnonzero(learned[0]).tolist() == [3, 4, 5]     # up to the end of the text
     batch = tuple(map(jnp.asarray, (fixed, state, learned)))
-    loss, scalars = ConsistencyLoss(lm().model, 2.0, 0.1)(lm().params, batch, None)
+    loss, scalars = jax.jit(ConsistencyLoss(lm().model, 2.0, 0.1))(lm().params, batch, None)
     right, guessed = log_p(fixed[0, :-1]), log_p(state[0, :-1])
     truth = -np.mean([0.9 * right[i, fixed[0, i + 1]] + 0.1 * right[i].mean() for i in (2, 3, 4)])
     apart = -np.mean([(np.exp(right[i]) * guessed[i]).sum() for i in (3, 4)])       # token 4 is the first that differs
