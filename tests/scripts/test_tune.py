@@ -72,11 +72,7 @@ def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: O
 
     facts = facts_of(options)
     assert facts["after"]["after_layer_1"] < facts["before"]["after_layer_1"] - 0.1
-    lm = dx.load(options.output / "model")
-    assert same(lm.params, whole.params)                # the target is stored in float32
-    out = [dx.generate(lm, "def f(", max_new_tokens=8, eos_token_id=[], algorithm=algorithm).tokens.tolist()
-           for algorithm in (None, "layerskip")]
-    assert out[0] == out[1]
+    assert same(dx.load(options.output / "model").params, whole.params)         # the target is stored in float32
     again = from_arguments(train.parser().parse_args(shlex.split(str(facts["command"]))[2:]))
     assert again.identity() == options.identity()
     assert "`--" not in (card := (options.output / "model" / "README.md").read_text()) and "layerskip" in card
