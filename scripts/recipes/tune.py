@@ -174,7 +174,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     def losses(params: Any) -> np.ndarray:
         """Returns the held-out loss, of the exits after each layer or of the whole model."""
-        total, count = 0.0, 0
+        total, count = np.zeros(network.depth if exits else 1), 0
         for at in range(0, len(held), 8 * ways):
             part = held[at:at + 8 * ways]
             fill = ((0, 8 * ways - len(part)), (0, 0))

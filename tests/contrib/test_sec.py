@@ -38,7 +38,7 @@ def test_each_action_is_what_it_says():
     assert all(status == Status.EOS for status in out.status)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_drafts_are_verified_by_the_same_actions():
     controller = sec.Controller(kernel=jnp.asarray(np.random.default_rng(1).normal(0, 1, (2, 16, 3)), jnp.float32),
                                 bias=jnp.zeros((2, 3)))

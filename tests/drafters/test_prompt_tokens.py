@@ -96,7 +96,7 @@ def test_the_loss_compares_each_prompt_token_with_the_target_where_it_predicts_t
     assert np.isfinite(slope).all() and (np.abs(slope).max(1) > 0).all()
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_space_reads_the_target_at_mask_tokens_after_the_text():
     """And a training that puts masks in place of tokens reads the same."""
     alg, params, policy, s = begun(lm("llama"), algorithms.make("space", lm("llama"), length=K, mask=5), prompts(3), 30)

@@ -77,7 +77,7 @@ def test_soft_takes_the_mean_over_sub_models():
     np.testing.assert_allclose(losses_by_layer(lm().model, lm().params, BATCH)[np.array([0, 2, 3])], each, rtol=1e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_sub_model_decodes_at_a_fixed_depth():
     three = sub_model(lm(), 3)
     out = dx.generate(three, [TOKENS[0].tolist()], max_new_tokens=3, eos_token_id=[])
