@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from decodax.core.loaded import Loaded
 from decodax.models import Transformer
 
 
@@ -22,16 +21,17 @@ def sub_model(lm: Any, layers: int) -> Any:
     Raises:
         ValueError: another model, or a number of layers that it does not have.
     """
-    if not isinstance(lm, Loaded) or not isinstance(lm.model, Transformer) or lm.diffusion is not None:
-        raise ValueError(f"lm: got a {type(getattr(lm, 'model', lm)).__name__}; takes what decodax.load gave of a "
-                         "Transformer that reads from left to right")
-    config = lm.model.config
+    network = getattr(lm, "model", None)
+    if not isinstance(network, Transformer) or lm.diffusion is not None:
+        raise ValueError(f"lm: got a {type(network or lm).__name__}; takes what decodax.load gave of a Transformer that "
+                         "reads from left to right")
+    config = network.config
     if config.layer_inputs is not None or config.streams is not None or config.conditioned:
         raise ValueError("lm: got a model with inputs of each layer, several residual streams or self-conditioning, "
                          "whose layers do not end in its norm; takes one without")
     if not 1 <= layers <= len(config.layers):
         raise ValueError(f"layers: got {layers}, takes 1 to {len(config.layers)}")
-    model = dataclasses.replace(lm.model, config=dataclasses.replace(config, layers=config.layers[:layers]))
+    model = dataclasses.replace(network, config=dataclasses.replace(config, layers=config.layers[:layers]))
     params = {**lm.params, "layers": {str(i): lm.params["layers"][str(i)] for i in range(layers)}}
     # the files that it was loaded from have more layers
     return dataclasses.replace(lm, model=model, params=params, directory=None)

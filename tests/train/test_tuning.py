@@ -59,7 +59,8 @@ def loss_of(layers, inputs=TOKENS):
 def test_layerskip_adds_the_losses_of_exits_of_a_network_with_dropped_layers():
     """Rotational, R = 2 at step 3: the exits after the second and the last of four layers."""
     key = jax.random.key(5)
-    loss, scalars = jax.jit(EarlyExitLoss(lm().model, 10, dropout=0.6, every=2))(lm().params, BATCH, (key, jnp.int32(3)))
+    objective = jax.jit(EarlyExitLoss(lm().model, 10, dropout=0.6, every=2))
+    loss, scalars = objective(lm().params, BATCH, (key, jnp.int32(3)))
     rates = [0.6 * (2 ** (i / 3) - 1) for i in range(L)]
     keep = ~np.asarray(jax.random.bernoulli(key, jnp.asarray(rates), (3, L)))
     assert keep[:, 0].all() and not keep.all()

@@ -130,7 +130,7 @@ class TrajectoryBatches:
         fixed, state = np.zeros((2, self.batch, self.length + 1), np.int32)
         learned = np.zeros(fixed.shape, bool)
         for row in range(self.batch):
-            one = self.trajectories[rng.integers(len(self.trajectories))]
+            one = self.trajectories[int(rng.integers(len(self.trajectories)))]
             n = len(one.fixed)
             prefix = one.prefix[max(len(one.prefix) + n - self.length - 1, 0):]
             begin, stop = len(prefix), len(prefix) + n

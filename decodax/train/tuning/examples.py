@@ -104,9 +104,9 @@ class ExampleRows:
         if not rows:
             raise ValueError(f"data: got {len(examples)} examples, of which none has a token to predict")
         made, learned = np.zeros((len(rows), length + 1), np.int32), np.zeros((len(rows), length + 1), bool)
-        for i, (tokens, given) in enumerate(rows):
-            made[i, :len(tokens)] = tokens
-            learned[i, given:len(tokens)] = True
+        for i, (row, given) in enumerate(rows):
+            made[i, :len(row)] = row
+            learned[i, given:len(row)] = True
         return cls(made, learned, cut)
 
     @property
