@@ -37,7 +37,7 @@ CONTINUE, EXIT, STOP = range(3)
 
 
 @struct
-class Controller(Struct):
+class StopExitController(Struct):
     """The classifiers after `E` layers, which read the hidden state after the model's final norm.
 
     Attributes:
@@ -57,7 +57,7 @@ class Controller(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class StopExitModel(Model):
-    """A network with a controller. Its weights are `{"network": ..., "controller": Controller}`.
+    """A network with a controller. Its weights are `{"network": ..., "controller": StopExitController}`.
 
     Attributes:
         network: the network.
@@ -128,7 +128,7 @@ class StopExitModel(Model):
         return pieces.out(x, tuple(entries)), stopped
 
 
-def with_controller(lm: LM, controller: Controller, exits: Sequence[int], exit_above: float = 0.5,
+def with_controller(lm: LM, controller: StopExitController, exits: Sequence[int], exit_above: float = 0.5,
                     stop_above: float = 0.5) -> LM:
     """Returns a model that exits and stops by a controller.
 
@@ -194,7 +194,7 @@ def examples(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int]) -> tu
 
 
 def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int], steps: int = 300,
-                   rate: float = 1e-2) -> Controller:
+                   rate: float = 1e-2) -> StopExitController:
     """Trains a controller on texts, by the cross-entropy of the right actions; the model does not change. Needs optax
     (`decodax[train]`).
 
@@ -217,13 +217,13 @@ def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int],
 
     hidden, actions = examples(lm, texts, exits)
     E, _, D = hidden.shape
-    first = Controller(kernel=jnp.zeros((E, D, 3)), bias=jnp.zeros((E, 3)))
+    first = StopExitController(kernel=jnp.zeros((E, D, 3)), bias=jnp.zeros((E, 3)))
 
-    def loss(own: Controller, hidden: Array, actions: Array) -> Array:
+    def loss(own: StopExitController, hidden: Array, actions: Array) -> Array:
         logits = jnp.einsum("end,eda->ena", hidden, own.kernel) + own.bias[:, None]
         return optax.softmax_cross_entropy_with_integer_labels(logits, actions).mean()
 
     return train(loss, first, ((hidden, actions) for _ in range(steps)), optax.adam(rate), steps)[0]
 
 
-__all__ = ["Controller", "StopExitModel", "fit_controller", "with_controller"]
+__all__ = ["StopExitController", "StopExitModel", "fit_controller", "with_controller"]

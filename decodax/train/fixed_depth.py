@@ -23,8 +23,8 @@ def sub_model(lm: Any, layers: int) -> Any:
     """
     network = getattr(lm, "model", None)
     if not isinstance(network, Transformer) or lm.diffusion is not None:
-        raise ValueError(f"lm: got a {type(network or lm).__name__}; takes what decodax.load gave of a Transformer that "
-                         "reads from left to right")
+        raise ValueError(f"lm: got a {type(network or lm).__name__}; takes what decodax.load gave of a Transformer "
+                         "that reads from left to right")
     config = network.config
     if config.layer_inputs is not None or config.streams is not None or config.conditioned:
         raise ValueError("lm: got a model with inputs of each layer, several residual streams or self-conditioning, "

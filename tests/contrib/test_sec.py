@@ -18,9 +18,9 @@ NEW = dict(max_new_tokens=8)
 EXITS = (1, 2)
 
 
-def always(*actions: int) -> sec.Controller:
+def always(*actions: int) -> sec.StopExitController:
     """A controller that takes the same action at an exit, whatever it reads."""
-    return sec.Controller(kernel=jnp.zeros((2, 16, 3)), bias=jnp.asarray(np.eye(3)[list(actions)] * 20, jnp.float32))
+    return sec.StopExitController(kernel=jnp.zeros((2, 16, 3)), bias=jnp.asarray(np.eye(3)[list(actions)] * 20, jnp.float32))
 
 
 def tokens(model, **more):
@@ -40,7 +40,7 @@ def test_each_action_is_what_it_says():
 
 @pytest.mark.full
 def test_drafts_are_verified_by_the_same_actions():
-    controller = sec.Controller(kernel=jnp.asarray(np.random.default_rng(1).normal(0, 1, (2, 16, 3)), jnp.float32),
+    controller = sec.StopExitController(kernel=jnp.asarray(np.random.default_rng(1).normal(0, 1, (2, 16, 3)), jnp.float32),
                                 bias=jnp.zeros((2, 3)))
     quick = sec.with_controller(lm(), controller, EXITS, exit_above=0.6, stop_above=0.9)
     plain = tokens(quick, temperature=0.8, seed=3)
