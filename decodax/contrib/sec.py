@@ -5,7 +5,8 @@ After some layers a small classifier reads the hidden state of a token and takes
 the next layers; *exit*, so that the next token is predicted from here by the model's own norm and head; or *stop* the
 completion, since the model will not get the token right. The first action other than "continue" holds.
 
->>> quick = with_controller(lm, fit_controller(lm, texts, exits=(4, 8)), exit_above=0.9)       # doctest: +SKIP
+>>> controller = fit_controller(lm, texts, exits=(4, 8))                                       # doctest: +SKIP
+>>> quick = with_controller(lm, controller, exits=(4, 8), exit_above=0.9)                      # doctest: +SKIP
 >>> dx.generate(quick, prompts)                                                                # doctest: +SKIP
 
 The result is a model of its own, which every algorithm and cache takes: a token's action depends on its own hidden

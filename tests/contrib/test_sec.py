@@ -20,7 +20,8 @@ EXITS = (1, 2)
 
 def always(*actions: int) -> sec.StopExitController:
     """A controller that takes the same action at an exit, whatever it reads."""
-    return sec.StopExitController(kernel=jnp.zeros((2, 16, 3)), bias=jnp.asarray(np.eye(3)[list(actions)] * 20, jnp.float32))
+    sure = jnp.asarray(np.eye(3)[list(actions)] * 20, jnp.float32)
+    return sec.StopExitController(kernel=jnp.zeros((2, 16, 3)), bias=sure)
 
 
 def tokens(model, **more):
@@ -40,8 +41,8 @@ def test_each_action_is_what_it_says():
 
 @pytest.mark.full
 def test_drafts_are_verified_by_the_same_actions():
-    controller = sec.StopExitController(kernel=jnp.asarray(np.random.default_rng(1).normal(0, 1, (2, 16, 3)), jnp.float32),
-                                bias=jnp.zeros((2, 3)))
+    kernel = jnp.asarray(np.random.default_rng(1).normal(0, 1, (2, 16, 3)), jnp.float32)
+    controller = sec.StopExitController(kernel=kernel, bias=jnp.zeros((2, 3)))
     quick = sec.with_controller(lm(), controller, EXITS, exit_above=0.6, stop_above=0.9)
     plain = tokens(quick, temperature=0.8, seed=3)
     assert plain not in (tokens(lm(), temperature=0.8, seed=3), tokens(sub_model(lm(), 1), temperature=0.8, seed=3))
