@@ -29,7 +29,7 @@ from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prefixed import plain_layers
-from decodax.models.drafters.prompt_tokens import HiddenTransferHead, ProbesHead, PromptTokensHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -199,7 +199,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, FalconHead):
         head = dataclasses.replace(head, block=drafts or own.drafts)
         return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
-    if isinstance(head, ProbesHead):
+    if isinstance(head, (PromptTokensHead, HiddenTransferHead)):
         head = dataclasses.replace(head, heads=drafts or own.drafts)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     if isinstance(head, CrossKVHead):

@@ -95,15 +95,15 @@ class ChimeraHead(ModuleHead):
              attend: Attend | None) -> HeadStep:
         assert attend is not None
         network = self.network(weights)
-        layer: DecoderLayer = network.layers["0"]
+        layer: Any = network.layers["0"]
         context, newest, *before = jnp.split(state, 4, -1)
         token = embed(tokens).astype(state.dtype)
         u = jnp.concatenate([*before, token], -1)
         x = network.project(u + jax.nn.silu(network.trigram(u)))
         # the context's key stands at the position of its feature, the trigram's one further
-        k, v = layer.attn.keys_values(layer.attn_in(context), rope_tables(self.config, positions))
+        keys_values = layer.attn.keys_values(layer.attn_in(context), rope_tables(self.config, positions))
         branch, entry = layer.attn(0, layer.attn_in(x), rope_tables(self.config, positions + 1),
-                                   _with_own(attend, k, v))
+                                   _with_own(attend, *keys_values))
         x = x + branch
         x = x + layer.mlp_half(x)
         return HeadStep(hidden=jnp.concatenate([x, newest], -1), entries=(entry,),
@@ -115,21 +115,20 @@ class ChimeraHead(ModuleHead):
         return found.astype(jnp.float32) if self.own_head else head(found)
 
 
-def _with_own(attend: Attend, k: Array, v: Array) -> Attend:
+def _with_own(attend: Attend, keys: Array, values: Array) -> Attend:
     """Returns an attention function to keys and values `f[B, W, G, d]` that others see, too, and to those with which it
     is called, of which each query sees its own alone. Only the first are in the entry.
 
     The own score is subtracted from all others, by a further channel of the keys, so that it becomes that of a sink, 0;
     a further channel of the values says how much weight the others have.
     """
-    def attended(layer: int, q: Array, own_k: Array, own_v: Array, *, scale: float, **options: Any
-                 ) -> tuple[Array, Any]:
+    def attended(layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
         wide = lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], 2)
         one = lambda x: jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
-        score = (q * wide(own_k)).sum(-1, keepdims=True)
-        out, entry = attend(layer, jnp.concatenate([q, -score], -1), one(k), one(v), scale=scale,
+        score = (q * wide(k)).sum(-1, keepdims=True)
+        out, entry = attend(layer, jnp.concatenate([q, -score], -1), one(keys), one(values),
                             sinks=jnp.zeros(q.shape[2]), **options)
-        return out[..., :-1] + (1 - out[..., -1:]) * wide(own_v), entry
+        return out[..., :-1] + (1 - out[..., -1:]) * wide(v), entry
 
     return attended
 

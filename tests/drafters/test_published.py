@@ -16,9 +16,11 @@ from decodax.core.types import ShowsWeights
 from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.io.files import CheckpointError
 from decodax.models.config import NormConfig
+from decodax.models.drafters.falcon import FalconHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead
 from decodax.train.drafters import unrolled
 from tests.drafters import given
-from tests.drafters.test_heads import HEADS
+from tests.drafters.test_heads import HEADS, ONE
 
 read = lambda name: json.loads((Path(__file__).parent / name).read_text())
 REFERENCE, AUTHORS = read("eagle3.json"), read("authors.json")
@@ -125,10 +127,14 @@ def test_a_file_with_a_missing_or_a_further_tensor_names_it(tmp_path):
         load_drafter(written(tmp_path / "b", CASES["eagle3"]["config"], more))
 
 
+OTHERS = {"hidden-transfer": HiddenTransferHead((0, 1), 16, width=16),
+          "falcon": FalconHead((), 16, config=ONE, block=3)}
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *OTHERS])
 def test_a_saved_drafter_is_loaded_again(name, tmp_path):
-    head = HEADS[name]
+    head = (HEADS | OTHERS)[name]
     if name == "mtp":           # with norms of another kind
         config = dataclasses.replace(head.config, norm=NormConfig("layer", bias=True))
         head = dataclasses.replace(head, config=config)

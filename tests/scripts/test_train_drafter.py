@@ -18,6 +18,7 @@ import decodax as dx
 from decodax.train.drafter_systems import SYSTEMS
 from recipes import run as program
 from recipes.options import PRESETS, Options
+from tests.matrix import often
 
 QUIET = Console(quiet=True)
 
@@ -76,7 +77,7 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("system", ["eagle-3", "dspark"])
+@pytest.mark.parametrize("system", often(["eagle-3", "dspark"], ["eagle-3", "dspark", "chimera", "falcon"]))
 def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path: Path) -> None:
     own = Options(recipe="drafter", system=system, target=options.target, corpus=options.corpus, steps=10, warmup=2,
                   decay_from=8, batch=4, length=32, peak=3e-3, loss="hard", log_every=1, eval_every=50,
@@ -86,7 +87,7 @@ def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path
     assert losses[-1] < losses[0]
     lm = dx.load(options.target, dtype="float32")
     drafter = dx.load_drafter(tmp_path / "model", lm)
-    assert drafter.system == system and drafter.head.longest in (None, 3)
+    assert drafter.system == system and drafter.head.longest in (None, 3, 5)
     assert f"method `{system}`" in (tmp_path / "model" / "README.md").read_text()
 
 
