@@ -28,8 +28,8 @@ class CloverHead(PrefixedHead):
     silu(W_i z + b_i)`, and the target's vocabulary matrix predict the next token.
 
     The attention decoder attends to one key, so a softmax would always be 1. As in the authors' code, each attention
-    head weights the token's value by the cosine of query and key instead. That code is of Clover-2, and the paper of
-    Clover leaves open which norms there are and whether drafts share their residual block; here the decoder has the
+    head weights the token's value by the cosine of query and key instead. That code is of Clover-2. What
+    Clover's own norms are, and whether its drafts share their residual block, was not at hand; here the decoder has the
     norm of that code, and blocks are apart, as Medusa's. Embeddings are the target's; in the code they are the rows of
     its vocabulary matrix.
 

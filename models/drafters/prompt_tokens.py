@@ -90,7 +90,7 @@ class HiddenTransferHead(ProbesHead):
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
         module: Any = nnx.Module()
-        # The paper leaves the first values open: a state begins as that of the token.
+        # The paper's first values were not at hand: a state begins as that of the token.
         start = jnp.broadcast_to(jnp.eye(self.width), (self.heads, self.width, self.width))
         module.maps = nnx.Param(start + weight(rngs, start.shape, (None, None, None), 0.02)[...], axes=(
             None, "embed", None))
