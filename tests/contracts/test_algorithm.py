@@ -25,7 +25,7 @@ from tests.matrix import often
 from tests.small_models import net
 
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
-           "pard")
+           "pard", "space")
 """Entries that run some of the target's layers, use another cache of it, or read a model's hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax import algorithms
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.adaptive.fit_trees import begun
 from decodax.algorithms.speculative.heads import HeadWeights
 from decodax.algorithms.speculative.heads.ppd import PromptTokens
 from decodax.algorithms.speculative.trees import Chain, Fixed
@@ -16,7 +18,7 @@ from decodax.core import drivers
 from decodax.core.window import causal
 from decodax.models.drafters.prompt_tokens import PromptTokensHead
 from decodax.train.prompt_tokens import InsertedPrompts, inserted
-from tests.laws.cases import VOCABULARY, decode, model, prompts, start, texts
+from tests.laws.cases import VOCABULARY, decode, lm, model, prompts, start, texts
 
 K = 3
 SHAPES = {"chain": Chain(K), "tree": Fixed.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])}
@@ -92,3 +94,16 @@ def test_the_loss_compares_each_prompt_token_with_the_target_where_it_predicts_t
     assert [float(scalars[f"accepted_{j + 1}"]) for j in range(K)] == pytest.approx(mean[:, 1].tolist(), rel=1e-4)
     slope = jax.grad(lambda p: objective(p, jnp.asarray(tokens, jnp.int32), weights)[0])(prompt)["prompts"]
     assert np.isfinite(slope).all() and (np.abs(slope).max(1) > 0).all()
+
+
+@pytest.mark.full
+def test_space_reads_the_target_at_mask_tokens_after_the_text():
+    """And a training that puts masks in place of tokens reads the same."""
+    alg, params, policy, s = begun(lm("llama"), algorithms.make("space", lm("llama"), length=K, mask=5), prompts(3), 30)
+    s = drivers.advance(alg, lm("llama").model, params, policy, s, jnp.int32(5))
+    assert np.asarray(s.running).all()
+    for row, n in enumerate(np.asarray(s.length)):
+        text = jnp.asarray([[*np.asarray(s.tokens[row, :n - 1]), *[5] * K]], jnp.int32)
+        out = lm("llama").model.apply(lm("llama").params, causal(text, jnp.zeros(1, jnp.int32)),
+                                      lm("llama").model.init_cache(1, 0))
+        np.testing.assert_allclose(s.algo[0].hidden[row], out.hidden[0, -K:], atol=2e-5, rtol=1e-5)

@@ -15,6 +15,8 @@ from decodax.algorithms.speculative.drafts.jacobi.fastcot import FastCoT
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import PGJ, Jacobi
 from decodax.algorithms.speculative.drafts.jacobi.lookahead import Lookahead, guesses, insert, layout
 from decodax.algorithms.speculative.drafts.jacobi.sjd import SJD
+from decodax.algorithms.speculative.drafts.jacobi.tr_jacobi import TRJacobi
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.tree import tree, window
 from decodax.core import drivers
 from decodax.core.types import Decision
@@ -87,7 +89,8 @@ def test_blocks_take_the_papers_iterations(draft, blocks, policy):
 
 
 DRAFTS = [(Jacobi(5, fill="text"), "toy", "stateful"), (FastCoT(((0, 2), (3, 5), (8, 0))), "toy", "stateful"),
-          (SJD(VOCABULARY, 4, top=5), "toy", "together"), (Lookahead(3, 3, 2, buckets=8), "llama", "together")]
+          (SJD(VOCABULARY, 4, top=5), "toy", "together"), (Lookahead(3, 3, 2, buckets=8), "llama", "together"),
+          (TRJacobi(Fixed.balanced(3, 2, 1), 4, 2), "llama", "together")]
 
 
 @pytest.mark.wide
@@ -96,6 +99,49 @@ def test_drafts_equal_plain_decoding(draft, which, policy):
     s = decode(Speculative(draft), which, IDS, POLICIES[policy], new=NEW, eos=[1])
     assert texts(s) == plain(which, policy)
     assert 0 < s.stats.accepted.sum() < s.stats.drafted.sum()
+
+
+def agreed(text: list[int], most: int) -> tuple[int, int]:
+    """How many of the last tokens occur at an earlier place too, at most `most`, and the first place with so many."""
+    for size in range(most, 0, -1):
+        for at in range(size - 1, len(text) - 1):
+            if text[at + 1 - size:at + 1] == text[-size:]:
+                return size, at
+    return 0, 0
+
+
+@pytest.mark.wide
+def test_tr_jacobi_guesses_after_rejected_nodes_and_retrieves_beside_them():
+    """Each round against a full forward over the text, the accepted tokens and the rejected nodes after them."""
+    draft = TRJacobi(Fixed.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]), retrieved=3, ngram=2)
+    alg, order = Speculative(draft), draft.form.order
+    network, params, chain, s = start(alg, "llama", IDS, {}, new=NEW)
+    propose = jax.jit(lambda s: draft.propose(params, chain, s, s.algo[0], "coupled")[0])
+    forward = jax.jit(lambda tokens: network.apply(
+        params.target, causal(tokens[None], jnp.zeros(1, jnp.int32)), network.init_cache(1, 0)).logits()[0])
+    checked = 0
+    for _ in range(6):
+        drafts, held, old = propose(s), np.array(s.algo[0]), texts(s)
+        s = drivers.advance(alg, network, params, chain, s, jnp.int32(1))
+        for row in np.flatnonzero(s.running):
+            text, got = IDS[row] + old[row], texts(s)[row][len(old[row]):]
+            node = {path: int(token) for path, token, live in zip(
+                order, drafts.tokens[row], drafts.live[row], strict=True) if live}
+            assert all(node[path] == held[row, len(path) - 1, path[-1]] for path in node
+                       if path[0] < 3 and held[row, len(path) - 1, path[-1]] >= 0)
+            size, at = agreed(text, 2)
+            after = text[at + 1:at + 4] if size else []
+            assert [node[path] for i in range(3) if (path := (3, *[0] * i)) in node] == after
+            end = next(path for path in [(), *node]
+                       if [node[path[:i + 1]] for i in range(len(path))] == got[:-1])
+            after = [path for i in range(3) if (path := (*end, *[0] * (i + 1))) in node]
+            whole = [*text, *got[:-1], *map(node.get, after)]
+            found = np.asarray(forward(jnp.asarray(np.resize([*whole, *[0] * 64], 64), jnp.int32)))
+            wanted = [np.argsort(-found[len(text) + len(got) - 1 + i], stable=True)[:3].tolist()
+                      for i in range(len(after))]
+            assert np.asarray(s.algo[0])[row].tolist() == wanted + [[-1] * 3] * (3 - len(after))
+            checked += len(after)
+    assert checked > 20
 
 
 def test_a_schedule_sets_the_window_by_position():

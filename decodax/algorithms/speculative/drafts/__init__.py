@@ -7,6 +7,7 @@ from decodax.algorithms.speculative.drafts.jacobi.fastcot import FastCoT
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import PGJ, Jacobi
 from decodax.algorithms.speculative.drafts.jacobi.lookahead import Lookahead
 from decodax.algorithms.speculative.drafts.jacobi.sjd import SJD
+from decodax.algorithms.speculative.drafts.jacobi.tr_jacobi import TRJacobi
 
 # entries without a class of their own
 from decodax.algorithms.speculative.drafts.model import pearl, speculative_decoding  # noqa: F401
@@ -66,6 +67,7 @@ __all__ = [
            "Stand",
            "SuffixAutomaton",
            "SuffixTree",
+           "TRJacobi",
            "TargetRooted",
            "TokenRecycling",
            "UserDraft",

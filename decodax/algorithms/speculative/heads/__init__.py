@@ -16,6 +16,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     mtp,
     p_eagle,
     ppd,
+    space,
     xpress,
 )
 from decodax.algorithms.speculative.heads.drafting import drafting_source
