@@ -1,5 +1,5 @@
 """Methods that work and are tested, but whose interface may change."""
 
-from decodax.contrib import arc
+from decodax.contrib import arc, sec
 
-__all__ = ["arc"]
+__all__ = ["arc", "sec"]

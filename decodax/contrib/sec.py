@@ -1,0 +1,230 @@
+"""SEC, a controller that stops or exits ("When Neural Code Completion Models Size up the Situation: Attaining Cheaper
+and Faster Completion through Dynamic Model Inference", Sun et al., 2024).
+
+After some layers a small classifier reads the hidden state of a token and takes one of three actions: *continue* with
+the next layers; *exit*, so that the next token is predicted from here by the model's own norm and head; or *stop* the
+completion, since the model will not get the token right. The first action other than "continue" holds.
+
+>>> controller = fit_controller(lm, texts, exits=(4, 8))                                       # doctest: +SKIP
+>>> quick = with_controller(lm, controller, exits=(4, 8), exit_above=0.9)                      # doctest: +SKIP
+>>> dx.generate(quick, prompts)                                                                # doctest: +SKIP
+
+The result is a model of its own, which every algorithm and cache takes: a token's action depends on its own hidden
+states alone. It is approximate. Prompts are read with all layers. The layers after an exit add nothing to the hidden
+state, but compute keys and values from it, for later tokens; their MLPs are skipped once all rows have exited. Stopping
+makes the end of the text the only next token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.common.struct import Struct, short, struct
+from decodax.core.cache import Cache
+from decodax.core.types import CacheKind, LayeredModel, Model, Out
+from decodax.core.window import Window, causal
+from decodax.io.load import LM
+from decodax.models import Transformer
+from decodax.train.fitting import padded, train
+
+CONTINUE, EXIT, STOP = range(3)
+"""The actions, in the order of the classifier's outputs."""
+
+
+@struct
+class StopExitController(Struct):
+    """The classifiers after `E` layers, which read the hidden state after the model's final norm.
+
+    Attributes:
+        kernel: `f32[E, D, 3]`.
+        bias: `f32[E, 3]`.
+    """
+
+    kernel: Array
+    bias: Array
+
+    def actions(self, exit: int, hidden: Array, exit_above: float, stop_above: float) -> Array:
+        """Returns the action for each hidden state `f[..., D]` at one of the exits, `i32[...]`."""
+        chance = jax.nn.softmax(hidden.astype(jnp.float32) @ self.kernel[exit] + self.bias[exit])
+        return jnp.where(chance[..., EXIT] > exit_above, EXIT, jnp.where(chance[..., STOP] > stop_above, STOP,
+                                                                         CONTINUE))
+
+
+@dataclasses.dataclass(frozen=True)
+class StopExitModel(Model):
+    """A network with a controller. Its weights are `{"network": ..., "controller": StopExitController}`.
+
+    Attributes:
+        network: the network.
+        exits: numbers of layers after which the controller acts.
+        end: id of the token that a stop predicts.
+        exit_above, stop_above: probabilities above which it exits or stops.
+    """
+
+    __repr__ = short
+
+    network: Any
+    exits: tuple[int, ...]
+    end: int
+    exit_above: float = 0.5
+    stop_above: float = 0.5
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.network.max_positions
+
+    @property
+    def trained_positions(self) -> int | None:
+        return self.network.trained_positions
+
+    @property
+    def cache_kind(self) -> CacheKind | None:
+        return self.network.cache_kind
+
+    def with_cache(self, kind: CacheKind) -> StopExitModel:
+        return dataclasses.replace(self, network=self.network.with_cache(kind))
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        own = None if params is None else params["network"]
+        return self.network.init_cache(batch, capacity, params=own, inputs=inputs)
+
+    def apply(self, params: Any, window: Window, cache: Cache) -> Out:
+        done = stopped = jnp.zeros(window.live.shape, bool)
+        if window.is_prefill:
+            out = self.network.apply(params["network"], window, cache)
+        else:
+            out, stopped = self._controlled(params, window, cache, done | ~window.live)
+
+        def head(hidden: Array) -> Array:
+            logits = out.head(hidden[..., :-1])
+            forced = jnp.where(jnp.arange(logits.shape[-1]) == self.end, 0.0, -jnp.inf)
+            return jnp.where(hidden[..., -1:] > 0, forced, logits)
+
+        # the head reads hidden states alone, so one more number says which tokens are followed by the end
+        hidden = jnp.concatenate([out.hidden, stopped[..., None].astype(out.hidden.dtype)], -1)
+        return Out(hidden=hidden, entries=out.entries, head=head)
+
+    def _controlled(self, params: Any, window: Window, cache: Cache, done: Array) -> tuple[Out, Array]:
+        """Returns the network's output with the actions of the controller, and the nodes that stop, `bool[B, W]`."""
+        pieces, entries, stopped = self.network.pieces(params["network"]), [], jnp.zeros(done.shape, bool)
+        attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+        x = pieces.embed(window, cache)
+        for i in range(pieces.layers):
+            branch, entry = pieces.attention(i, x, window.positions, attend)
+            entries.append(entry)
+            x = jnp.where(done[..., None], x, x + branch)
+            branch = lax.cond(done.all(), jnp.zeros_like, lambda x, i=i: pieces.mlp(i, x), x)
+            x = jnp.where(done[..., None], x, x + branch)
+            if i + 1 in self.exits:
+                action = params["controller"].actions(self.exits.index(i + 1), pieces.out(x, ()).hidden,
+                                                      self.exit_above, self.stop_above)
+                stopped = stopped | (~done & (action == STOP))
+                done = done | (action != CONTINUE)
+        return pieces.out(x, tuple(entries)), stopped
+
+
+def with_controller(lm: LM, controller: StopExitController, exits: Sequence[int], exit_above: float = 0.5,
+                    stop_above: float = 0.5) -> LM:
+    """Returns a model that exits and stops by a controller.
+
+    Args:
+        lm: a result of `decodax.load`: an autoregressive `Transformer` with an end of text.
+        controller: from `fit_controller`.
+        exits: numbers of layers after which it acts, in order, as in `fit_controller`.
+        exit_above: probability above which it exits; 1: it never does.
+        stop_above: probability above which it stops; 1: it never does.
+
+    Raises:
+        ValueError: another model, one without an end of text, or other exits than those of the controller.
+    """
+    layers = checked(lm, exits)
+    if len(layers) != len(controller.bias):
+        raise ValueError(f"exits: got {layers}, the controller has {len(controller.bias)}")
+    if not lm.eos:
+        raise ValueError(f"lm: got {lm.name!r}, which has no token that ends a text; takes a model with one")
+    model = StopExitModel(lm.model, layers, lm.eos[0], exit_above, stop_above)
+    params = {"network": lm.params, "controller": controller}
+    return dataclasses.replace(lm, model=model, params=params, directory=None)
+
+
+def checked(lm: LM, exits: Sequence[int]) -> tuple[int, ...]:
+    """Returns the exits of a model, if it and they can have a controller.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if not isinstance(lm.model, Transformer) or lm.diffusion is not None:
+        raise ValueError(f"lm: got a {type(lm.model).__name__}; takes a Transformer that reads from left to right")
+    layers = tuple(exits)
+    if not layers or sorted(set(layers)) != list(layers) or not 1 <= layers[0] <= layers[-1] < lm.model.depth:
+        raise ValueError(f"exits: got {layers}, takes rising numbers of layers from 1 to {lm.model.depth - 1}")
+    return layers
+
+
+def examples(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int]) -> tuple[Array, Array]:
+    """Returns what a controller learns from: hidden states after each exit, `f32[E, N, D]`, and the right actions,
+    `i32[E, N]`, for all tokens of texts that have a next one.
+
+    It is right to exit where the token predicted from there is the text's, to continue where a later exit or the last
+    layer predicts it, and else to stop.
+    """
+    layers = checked(lm, exits)
+    tokens = jnp.asarray(padded(texts))
+    seen = jnp.arange(tokens.shape[1] - 1) < jnp.asarray([len(text) - 1 for text in texts])[:, None]
+
+    @jax.jit
+    def run(params: Any, tokens: Array) -> tuple[Array, Array]:
+        network: LayeredModel = lm.model                                        # type: ignore[assignment]
+        out = network.apply(params, causal(tokens, jnp.zeros(len(tokens), jnp.int32)),
+                            network.init_cache(len(tokens), 0))
+        assert out.layers is not None and out.norm is not None
+        hidden = [*(out.norm(out.layers[n - 1]) for n in layers), out.hidden]
+        return jnp.stack(hidden[:-1]), jnp.stack([out.head(h).argmax(-1) for h in hidden])
+
+    hidden, found = run(lm.params, tokens)
+    right = found[:, :, :-1] == tokens[:, 1:]
+    later = jnp.flip(jnp.cumsum(jnp.flip(right[1:], 0), 0), 0) > 0
+    actions = jnp.where(right[:-1], EXIT, jnp.where(later, CONTINUE, STOP))
+    return hidden[:, :, :-1][:, seen].astype(jnp.float32), actions[:, seen]
+
+
+def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int], steps: int = 300,
+                   rate: float = 1e-2) -> StopExitController:
+    """Trains a controller on texts, by the cross-entropy of the right actions; the model does not change. Needs optax
+    (`decodax[train]`).
+
+    Models that were tuned for early exits gain most (`scripts/train.py tune`).
+
+    Args:
+        lm: a result of `decodax.load`: an autoregressive `Transformer`.
+        texts: token ids of texts of the kind that will be completed.
+        exits: numbers of layers after which it acts.
+        steps: number of training steps, each on all tokens.
+        rate: learning rate of Adam.
+
+    Raises:
+        ValueError: another model, no texts, or exits that it does not have.
+    """
+    if not texts or min(map(len, texts)) < 2:
+        raise ValueError(f"texts: got {len(texts)}, the shortest of {min(map(len, texts), default=0)} tokens; takes "
+                         "one or more, of at least 2")
+    import optax  # only for those who train
+
+    hidden, actions = examples(lm, texts, exits)
+    E, _, D = hidden.shape
+    first = StopExitController(kernel=jnp.zeros((E, D, 3)), bias=jnp.zeros((E, 3)))
+
+    def loss(own: StopExitController, hidden: Array, actions: Array) -> Array:
+        logits = jnp.einsum("end,eda->ena", hidden, own.kernel) + own.bias[:, None]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, actions).mean()
+
+    return train(loss, first, ((hidden, actions) for _ in range(steps)), optax.adam(rate), steps)[0]
+
+
+__all__ = ["StopExitController", "StopExitModel", "fit_controller", "with_controller"]
