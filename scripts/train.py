@@ -5,6 +5,7 @@
     python scripts/train.py diffusion --preset tasks-diffusion
     python scripts/train.py recall                      # also sums, numerals
     python scripts/train.py drafter --system eagle-3 --target pycode
+    python scripts/train.py tune --target path/to/model --data pairs.jsonl --objective layerskip
     python scripts/train.py grpo --lora 8
 
 A killed run continues where it stopped when the same command is given again. A finished one leaves a directory for
@@ -25,6 +26,7 @@ TEXTS = {
     "lm": "language models of Python, with distillation from a teacher",
     "diffusion": "masked diffusion models, certainty forcing and filters for Learn2PD",
     "drafter": "drafters for speculative decoding: Medusa, Hydra, EAGLE and others, for a target that does not change",
+    "tune": "any model further, on your texts: for next tokens, early exits or parallel decoding",
     "recall": "the long-context model that cache policies are measured on",
     "sums": "the model that works out sums, which searches are measured on",
     "numerals": "the Markov transformer for cascaded decoding",

@@ -9,6 +9,7 @@ from decodax.train.cq import fit_codebooks
 from decodax.train.cskv import fit_features
 from decodax.train.echo_att import attention_similarity, echo_groups, fit_echo_att
 from decodax.train.fewer_heads import fit_kv_heads, mean_kv_heads
+from decodax.train.fixed_depth import sub_model
 from decodax.train.kv_prediction import fit_kv_prediction, train_kv_prediction
 from decodax.train.leank import fit_channels
 from decodax.train.less import fit_less
@@ -21,4 +22,4 @@ __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fi
            "fit_codebooks", "fit_echo_att", "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads",
            "fit_kv_prediction", "fit_layers", "fit_lengths", "fit_less", "fit_order", "fit_predictor",
            "fit_predictors", "fit_sequoia", "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads",
-           "train_kv_prediction"]
+           "sub_model", "train_kv_prediction"]

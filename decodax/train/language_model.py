@@ -110,10 +110,12 @@ class WeightedAnswers:
     Attributes:
         network: the trained network.
         outside: weight of tokens that do not belong to an answer.
+        dtype: dtype of the computation.
     """
 
     network: Network
     outside: float = 0.02
+    dtype: str = "float32"
 
     def __call__(self, params: Tree, batch: tuple[Array, Array], extra: None) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log, in nats.
@@ -124,7 +126,7 @@ class WeightedAnswers:
             extra: ignored.
         """
         tokens, answers = batch
-        losses = cross_entropy(self.network.forward(params, tokens[:, :-1]), tokens[:, 1:])
+        losses = cross_entropy(self.network.forward(cast(params, self.dtype), tokens[:, :-1]), tokens[:, 1:])
         weights = jnp.where(answers[:, 1:], 1.0, self.outside)
         loss = (losses * weights).sum() / weights.sum()
         return loss, {"loss": loss, "answers": (losses * answers[:, 1:]).sum() / answers[:, 1:].sum()}

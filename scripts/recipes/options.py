@@ -40,6 +40,11 @@ STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
 PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 """Learning rates of drafters, where not 1e-3."""
 
+TUNED: dict[str, dict[str, Any]] = {
+    "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
+    "scheduled-sampling": dict(answers=256)}
+"""What a model can be tuned for, with options of their own."""
+
 PRESETS: dict[str, dict[str, Preset]] = {
     "lm": {
         "pycode": Preset(dict(batch=8, length=256, peak=2e-3, warmup=200, minutes=75.0), vocab=4096, shape={
@@ -71,7 +76,12 @@ PRESETS: dict[str, dict[str, Preset]] = {
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, "ppd", "dflash", "dspark", "domino",
                                "dflash2", "xpress", "jetspec")},
+    "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
+             for objective, more in TUNED.items()},
 }
+
+KINDS = {"drafter": "system", "tune": "objective"}
+"""The option that takes the place of a preset, by recipe."""
 
 STAGES: dict[str, dict[str, Any]] = {
     "certainty": dict(peak=3e-4, warmup=50, minutes=15.0),
@@ -99,7 +109,32 @@ class Options:
     preset: str = _option("shape, data and settings of the model (default: the first)", "", "lm diffusion")
     system: str | None = _option("method that the drafter is for (default: eagle-3)", only="drafter",
                                  choices=tuple(PRESETS["drafter"]))
-    target: str = _option("name, directory or GGUF file of the model that it drafts for", "pycode", "drafter")
+    objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
+                                    "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
+                                    "several tokens at masks (space); after the model's own tokens",
+                                    only="tune", choices=tuple(TUNED))
+    data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
+                                    "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
+    target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
+                          "drafter tune")
+    layer_dropout: float = _option("layerskip: largest probability of leaving out a layer, that of the last", 0.1,
+                                   "tune")
+    exit_scale: float = _option("layerskip: weight of early exits relative to the last layer", 0.2, "tune")
+    curriculum: str = _option("layerskip: which exits are learned at a step", "rotational", "tune",
+                              choices=("rotational", "gradual"))
+    every: int = _option("layerskip: distance of the exits of a step in the rotational curriculum", 8, "tune")
+    depths: tuple[int, ...] | None = _option("soft: numbers of layers that are learned (default: eight equally spaced "
+                                             "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
+    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
+                               "the block of the model, or half of --length); tune: inputs of a row that msn "
+                               "replaces, or masks of space (default: 5)", only="diffusion tune")
+    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+    replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
+                              "tune")
+    correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "
+                                     "model, in as many rows again (RAC)", None, "tune", metavar="TEXT")
+    blocks: int = _option("cllm: blocks that are decoded after each prompt", 4, "tune")
+    fixed_weight: float = _option("cllm: weight of the cross-entropy of fixed points", 10.0, "tune")
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")
@@ -111,15 +146,15 @@ class Options:
     steps: int | None = _option("number of steps, instead of a time budget")
     decay_from: int | None = _option("step at which the cosine decay begins (default with --steps: the warm-up)",
                                      only="lm diffusion drafter")
-    batch: int | None = _option("rows in a batch", only="lm diffusion drafter")
+    batch: int | None = _option("rows in a batch", only="lm diffusion drafter tune")
     length: int | None = _option("tokens in a row of text; for lm before the decay, which uses the whole context",
-                                 only="lm diffusion drafter")
+                                 only="lm diffusion drafter tune")
     peak: float | None = _option("highest learning rate")
     warmup: int | None = _option("steps of linear warm-up")
     weight_decay: float | None = _option("weight decay of matrices")
     seed: int = _option("seed of weights, data and noise", 0)
-    dtype: str = _option("type of the computation; master weights are float32", "float32", "lm diffusion drafter",
-                         choices=("float32", "bfloat16"))
+    dtype: str = _option("type of the computation; master weights are float32", "float32",
+                         "lm diffusion drafter tune", choices=("float32", "bfloat16"))
     teacher: str | None = _option("directory of a model to distil from; its tokenizer is used", only="lm")
     mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm")
     reference: str | None = _option("directory of a model of the same size that was distilled before; the KL then "
@@ -131,8 +166,8 @@ class Options:
                                     choices=("adamw", "muon"))
     init: str | None = _option("name or directory of a model to start from; an autoregressive one gets a mask token",
                                only="diffusion")
-    block: int | None = _option("positions of a block of block diffusion; 0: masked diffusion over the whole sequence",
-                                only="diffusion")
+    block: int | None = _option("tokens of a block of block diffusion (0: masked diffusion over the whole sequence), "
+                                "or of Jacobi decoding for cllm", only="diffusion tune")
     attention: str | None = _option("attention mask; causal-prefix is for set block decoding: causal text, followed by "
                                     "a block of masks (default: block-causal with blocks, full without)",
                                     only="diffusion", choices=("full", "block-causal", "causal-prefix"))
@@ -141,10 +176,9 @@ class Options:
                                               type=str, metavar="TASK=SHARE")
     apart: float = _option("share of rows whose prompt does not see the answer, for models that read prompts from a "
                            "cache", 0.0, "diffusion")
-    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
-                               "the block of the model, or half of --length)", only="diffusion")
     answers: int | None = _option("number of the model's own answers for a stage (default: 8192 to problems; of text "
-                                  "1024, with 64 tokens each)", only="diffusion")
+                                  "1024, with 64 tokens each), or for cllm and scheduled-sampling (default: "
+                                  "256)", only="diffusion tune")
     longest: int | None = _option("tokens of the longest texts", only="recall")
     problems: int | None = _option("held-out problems that the finished model is measured on", None,
                                    "recall sums numerals", False)
@@ -154,7 +188,8 @@ class Options:
     minutes: float | None = _option("time budget; the number of steps follows from the measured speed", None,
                                     "lm diffusion drafter", False)
     decay_share: float = _option("share of a time budget that the decay takes", 0.4, "lm diffusion drafter", False)
-    model_parallel: int = _option("devices that matrices are split over; the rest split the batch", 1, "lm", False)
+    model_parallel: int = _option("devices that matrices are split over; the rest split the batch", 1, "lm tune",
+                                 False)
     devices: int | None = _option("number of devices (default: all; on a CPU one for each core)", decides=False)
     log_every: int = _option("steps between lines of metrics.jsonl", 20, decides=False)
     eval_every: int = _option("steps between held-out evaluations", 250, decides=False)
@@ -164,7 +199,7 @@ class Options:
 
     def __post_init__(self) -> None:
         known = PRESETS[self.recipe]
-        preset = self.preset or self.system or next(iter(known))
+        preset = self.preset or self.system or self.objective or next(iter(known))
         if preset not in known:
             raise ValueError(f"preset: got {preset!r}; it takes one of {', '.join(known)}")
         if not 0 <= self.mix <= 1:
@@ -184,9 +219,9 @@ class Options:
         values = {"preset": preset, **{name: x for name, x in given.items() if getattr(self, name) is None}}
         if self.minutes is None and self.steps is None:
             values["minutes"] = minutes
-        if self.recipe == "drafter":
-            values["system"] = preset
-        own = (Path(self.target).stem, preset) if self.recipe == "drafter" else (preset, self.stage)
+        if (kind := KINDS.get(self.recipe)) is not None:
+            values[kind] = preset
+        own = (preset, self.stage) if kind is None else (Path(self.target).stem, preset)
         values["output"] = self.output or Path("runs") / "-".join(filter(None, own))
         values["block"] = (given.get("block") if self.block is None else self.block) or None
         for name, value in values.items():
@@ -232,8 +267,9 @@ class Options:
     def command(self, steps: int, decay_from: int | None) -> str:
         """Returns the command that repeats the run step for step, whatever the speed of the machine."""
         timed = "minutes" in {f.name for f in options_of(self.recipe)}
-        kind = "system" if self.recipe == "drafter" else "preset"
-        always = {kind: self.preset, "steps": steps, "decay_from": decay_from or 0} if timed else {}
+        kind = KINDS.get(self.recipe, "preset")
+        always = {kind: self.preset, "steps": steps, "decay_from": decay_from or 0} if timed else (
+            {kind: self.preset} if kind != "preset" else {})
         plain = Options(recipe=self.recipe, stage=self.stage, **{kind: self.preset})
         default = plain.identity()
         changed = {k: v for k, v in self.identity().items() if k not in always and v != default[k]}
@@ -276,6 +312,5 @@ class GrpoOptions:
 def from_arguments(args: argparse.Namespace) -> Options:
     """Returns the options of parsed arguments; `args.command` names the recipe."""
     given = {f.name: getattr(args, f.name) for f in options_of(args.command)}
-    if given.get("weights") is not None:
-        given["weights"] = tuple(given["weights"])
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     return Options(recipe=args.command, **given)

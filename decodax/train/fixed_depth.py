@@ -1,0 +1,37 @@
+"""The first layers of a model as a model of its own: generation at a fixed depth (SoFT, Kavehzadeh et al., 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from decodax.models import Transformer
+
+
+def sub_model(lm: Any, layers: int) -> Any:
+    """Returns the model with its first layers only, and its own norm and head: generation at a fixed depth.
+
+    It shares the weights of the whole model, and every method and cache takes it. It writes good texts if the model was
+    tuned for it (`decodax.train.tuning`: `SortedLoss`, `EarlyExitLoss`).
+
+    Args:
+        lm: a result of `decodax.load`: an autoregressive `Transformer`.
+        layers: number of layers.
+
+    Raises:
+        ValueError: another model, or a number of layers that it does not have.
+    """
+    network = getattr(lm, "model", None)
+    if not isinstance(network, Transformer) or lm.diffusion is not None:
+        raise ValueError(f"lm: got a {type(network or lm).__name__}; takes what decodax.load gave of a Transformer "
+                         "that reads from left to right")
+    config = network.config
+    if config.layer_inputs is not None or config.streams is not None or config.conditioned:
+        raise ValueError("lm: got a model with inputs of each layer, several residual streams or self-conditioning, "
+                         "whose layers do not end in its norm; takes one without")
+    if not 1 <= layers <= len(config.layers):
+        raise ValueError(f"layers: got {layers}, takes 1 to {len(config.layers)}")
+    model = dataclasses.replace(network, config=dataclasses.replace(config, layers=config.layers[:layers]))
+    params = {**lm.params, "layers": {str(i): lm.params["layers"][str(i)] for i in range(layers)}}
+    # the files that it was loaded from have more layers
+    return dataclasses.replace(lm, model=model, params=params, directory=None)

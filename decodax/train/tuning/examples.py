@@ -1,0 +1,149 @@
+"""Examples for fine-tuning: pairs of a prompt and a target, of which the target is learned, and plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of a text, and the number of its first tokens that are given and not learned."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+
+
+def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
+    """Returns the examples of files, in order.
+
+    A line of a `.jsonl` file is an object with "prompt" and "target", or with "text"; any other file is one text. The
+    tokenizer adds its BOS to a text or prompt; the first id that ends a text of the model follows a target or a text.
+
+    Args:
+        files: paths.
+        lm: a result of `decodax.load`, with a tokenizer.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: no files, a model without a tokenizer, or a line that is no example; the message names it.
+    """
+    if not files:
+        raise ValueError("data: got no files, takes one or more")
+    if lm.tokenizer is None:
+        raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
+    end = lm.eos[:1]
+    found: list[Example] = []
+    for prompt, target in (pair for file in files for pair in _pairs(file)):
+        given = [] if prompt is None else lm.tokenizer.encode(prompt)
+        own = lm.tokenizer.encode(target, add_special_tokens=prompt is None)
+        found.append(Example((*given, *own, *end), len(given)))
+    return found
+
+
+def _pairs(file: Path) -> Iterator[tuple[str | None, str]]:
+    """Yields (prompt, target) for each example of a file; the prompt of a text is None."""
+    if file.suffix != ".jsonl":
+        yield None, file.read_text("utf-8")
+        return
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data: {file}, line {number}: {error}") from error
+        match entry:
+            case {"text": str(text)}:
+                yield None, text
+            case {"prompt": str(prompt), "target": str(target)}:
+                yield prompt, target
+            case _:
+                raise ValueError(f'data: {file}, line {number}: got {line[:60]!r}, takes an object with the texts '
+                                 '"prompt" and "target", or "text"')
+
+
+@dataclass(frozen=True)
+class ExampleRows:
+    """Examples as rows of one length.
+
+    Attributes:
+        tokens: `i32[N, T + 1]`; what lies behind the end of an example is 0.
+        learned: `bool[N, T + 1]`, True for the tokens that are learned.
+        cut: number of pairs that were too long and lost the beginning of the prompt, or the end of the target.
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    cut: int = 0
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], length: int) -> ExampleRows:
+        """Makes rows of `length` predicted tokens. A pair is one row; a text is as many as it needs, which overlap by
+        one token.
+
+        Raises:
+            ValueError: there is nothing to predict.
+        """
+        rows: list[tuple[Sequence[int], int]] = []
+        cut = 0
+        for example in examples:
+            tokens, prompt = example.tokens, example.prompt
+            if not prompt:
+                rows += [(tokens[at:at + length + 1], 1) for at in range(0, len(tokens) - 1, length)]
+            elif len(tokens) > prompt:
+                cut += len(tokens) > length + 1
+                # at least one token of the prompt stays, which predicts the first of the target
+                drop = min(max(len(tokens) - length - 1, 0), prompt - 1)
+                rows.append((tokens[drop:][:length + 1], prompt - drop))
+        if not rows:
+            raise ValueError(f"data: got {len(examples)} examples, of which none has a token to predict")
+        made, learned = np.zeros((len(rows), length + 1), np.int32), np.zeros((len(rows), length + 1), bool)
+        for i, (row, given) in enumerate(rows):
+            made[i, :len(row)] = row
+            learned[i, given:len(row)] = True
+        return cls(made, learned, cut)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and learned places."""
+        return self.tokens, self.learned
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self.tokens)
+
+    def __getitem__(self, which: Any) -> ExampleRows:
+        """Returns some of the rows."""
+        return ExampleRows(self.tokens[which], self.learned[which])
+
+
+@dataclass(frozen=True)
+class ExampleBatches:
+    """Batches of rows: `ExampleBatches(...)[step]` has `batch` rows of each array, the same at every call. Every epoch
+    visits each row once, in another random order.
+
+    Attributes:
+        arrays: `[N, ...]` each, such as tokens and learned places of `ExampleRows`.
+        batch: number of rows of a batch.
+        seed: seed of the orders.
+    """
+
+    arrays: tuple[np.ndarray, ...]
+    batch: int
+    seed: int = 0
+
+    def __getitem__(self, step: int) -> tuple[np.ndarray, ...]:
+        count, first = len(self.arrays[0]), step * self.batch
+        places = range(first, first + self.batch)
+        epochs = {e: np.random.default_rng([self.seed, e]).permutation(count) for e in {i // count for i in places}}
+        which = [epochs[i // count][i % count] for i in places]
+        return tuple(x[which] for x in self.arrays)
+
+
+__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples"]

@@ -1,0 +1,224 @@
+"""Fine-tuning of any model on texts, or on pairs of prompts and targets, for decoding methods that need a tuned model.
+
+All weights change. The objectives are those of `decodax.train.tuning`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+import decodax as dx
+from decodax.algorithms.speculative import Speculative
+from decodax.models import Transformer
+from decodax.models.packed import Packed
+from decodax.train.language_model import WeightedAnswers, token_losses
+from decodax.train.loop import Objective, place_batch
+from decodax.train.tuning import (
+    ConsistencyLoss,
+    EarlyExitLoss,
+    ExampleBatches,
+    ExampleRows,
+    NoisyLoss,
+    ScheduledSamplingLoss,
+    SemiAutoregressiveLoss,
+    SortedLoss,
+    TrajectoryBatches,
+    collect_trajectories,
+    losses_by_layer,
+    read_examples,
+)
+from decodax.train.tuning.scheduled_sampling import corrections
+from decodax.train.tuning.soft import sorted_depths
+from recipes.options import Options
+from recipes.run import Recipe
+
+EVERY, MOST = 20, 96
+"""Of every so many rows one is held out, and at most so many are measured."""
+
+PROMPTS, NEW = 16, 64
+"""Held-out prompts that Jacobi decoding is measured on, and the tokens that are decoded."""
+
+TOGETHER = 32
+"""Prompts that are continued together before the training."""
+
+SPAN = 5
+"""Inputs that noise replaces, and masks in a row, if no option says it."""
+
+CARD = """---
+tags: [jax, decodax]
+base_model: {target}
+---
+# {name}
+
+`{target}`, tuned with the objective `{objective}`. The license is that of `{target}`.
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| training data | {rows:,} rows of {length} tokens of {data} |
+| training tokens | {tokens:,} in {steps:,} steps |
+{figures}
+| hardware | {hardware} |
+| training time | {minutes:.0f} minutes |
+
+Figures before and after the training, {where}.
+
+**Reproduce** from the root of the repository:
+
+```
+{command}
+```
+"""
+
+
+def checked(lm: Any) -> Any:
+    """Returns the model if all its weights can be trained.
+
+    Raises:
+        ValueError: another kind of model, or packed weights.
+    """
+    if not isinstance(lm.model, Transformer) or lm.diffusion is not None:
+        raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}"
+                         f"{'' if lm.diffusion is None else ' that fills masks'}; takes a decoder that reads from left "
+                         "to right")
+    packed = lambda x: isinstance(x, Packed)
+    if any(map(packed, jax.tree.leaves(lm.params, is_leaf=packed))):
+        raise ValueError(f"target: got {lm.name!r} with packed weights; takes a model whose weights are arrays")
+    return lm
+
+
+def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:
+    """Returns the prompts of the first rows, as token ids; of a row of text its first quarter."""
+    given = [(row, int(own.argmax()), int(own.sum())) for row, own in zip(rows.tokens[:count], rows.learned[:count],
+                                                                          strict=True)]
+    return [row[:first if first > 1 else max(size // 4, 1)].tolist() for row, first, size in given]
+
+
+def own_answers(lm: Any, rows: ExampleRows) -> np.ndarray:
+    """Returns the rows with what the model writes after their prompts at temperature 1 in place of the targets,
+    `i32[N, T + 1]`."""
+    made = rows.tokens.copy()
+    for at in range(0, len(rows), TOGETHER):
+        some = rows[at:at + TOGETHER]
+        firsts, sizes = some.learned.argmax(1), some.learned.sum(1)
+        out = dx.generate(lm, [row[:first].tolist() for row, first in zip(some.tokens, firsts, strict=True)],
+                          max_new_tokens=int(sizes.max()), eos_token_id=[], temperature=1.0)
+        for i, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
+            made[at + i, first:first + size] = np.asarray(out.tokens)[i, :size]
+    return made
+
+
+def objective_of(options: Options, lm: Any) -> Objective:
+    """Returns the loss."""
+    network, dtype = lm.model, options.dtype
+    match options.objective:
+        case "layerskip":
+            assert options.steps is not None
+            return EarlyExitLoss(network, options.steps, options.layer_dropout, options.exit_scale, options.curriculum,
+                                 options.every, dtype=dtype)
+        case "soft":
+            return SortedLoss(network, options.depths or sorted_depths(network.depth), dtype)
+        case "msn":
+            return NoisyLoss(network, options.span or SPAN, dtype)
+        case "space":
+            return SemiAutoregressiveLoss(network, lm.pad if options.mask is None else options.mask,
+                                          options.span or SPAN, dtype=dtype)
+        case "scheduled-sampling":
+            assert options.steps is not None
+            return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
+        case "cllm":
+            return ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
+    return WeightedAnswers(network, 0.0, dtype)
+
+
+def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
+    """Returns the recipe for `recipes.run.train`."""
+    lm = checked(dx.load(options.target, dtype="float32"))
+    network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
+    rows = ExampleRows.of(read_examples([Path(file) for file in options.data], lm), length)
+    if rows.cut:
+        console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
+    out = np.arange(len(rows)) % EVERY == EVERY - 1
+    used, held = (rows[~out], rows[out][:MOST]) if out.any() else (rows, rows[:MOST])
+    objective, key = objective_of(options, lm), jax.random.key(options.seed)
+    exits, jacobi = options.objective in ("layerskip", "soft"), options.objective in ("cllm", "msn")
+    batch, ways, end = options.batch or 8, mesh.shape["data"], tuple(i for i in lm.eos if isinstance(i, int))
+    batches: Any = ExampleBatches(used.arrays, batch, options.seed)
+    if options.objective == "scheduled-sampling":
+        used = used[:options.answers or 256]
+        own = own_answers(lm, used)
+        arrays = [(*used.arrays, own)]
+        if options.correction:
+            more = ExampleRows.of(corrections(used, own, lm.tokenizer.encode(options.correction, False)), length)
+            arrays.append((*more.arrays, more.tokens))          # nothing of a correction is replaced
+        batches = ExampleBatches(tuple(map(np.concatenate, zip(*arrays, strict=True))), batch, options.seed)
+    if options.objective == "cllm":
+        prompts, size = prompts_of(used, options.answers or 256), options.block or 16
+        found = [one for at in range(0, len(prompts), TOGETHER) for one in collect_trajectories(
+            lm, prompts[at:at + TOGETHER], size, options.blocks, options.seed, end)]
+        console.print(f"{len(found)} trajectories of {size} tokens, of {np.mean([len(x.states) for x in found]):.2f} "
+                      "iterations", soft_wrap=True)
+        batches = TrajectoryBatches(found, batch, length, options.seed, end)
+
+    def extra(step: int) -> Any:
+        now = jax.random.fold_in(key, step)
+        return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
+                "space": now}.get(str(options.objective))
+
+    def losses(params: Any) -> np.ndarray:
+        """Returns the held-out loss, of the exits after each layer or of the whole model."""
+        total, count = np.zeros(network.depth if exits else 1), 0
+        for at in range(0, len(held), 8 * ways):
+            part = held[at:at + 8 * ways]
+            fill = ((0, 8 * ways - len(part)), (0, 0))
+            tokens, learned = place_batch((np.pad(part.tokens, fill), np.pad(part.learned, fill)), mesh)
+            many = int(part.learned[:, 1:].sum())
+            own = losses_by_layer(network, params, (tokens, learned)) if exits else jnp.where(
+                learned[:, 1:], token_losses(network, params, tokens), 0).sum()[None] / many
+            total, count = total + many * np.asarray(own, np.float64), count + many
+        return np.asarray(total / count)
+
+    def named(figures: np.ndarray) -> dict[str, float]:
+        return {"cross_entropy": float(figures[-1]),
+                **({f"after_layer_{i + 1}": float(x) for i, x in enumerate(figures[:-1])} if exits else {})}
+
+    def tokens_a_forward(params: Any) -> float:
+        """Returns the mean number of tokens of a round of Jacobi decoding."""
+        drafts = dx.drafts.Jacobi(options.block - 1 if options.block else options.span or SPAN, "text")
+        made = dx.generate(lm.with_params(params), prompts_of(held, PROMPTS), algorithm=Speculative(drafts),
+                           max_new_tokens=NEW, eos_token_id=[])
+        return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds))
+
+    def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
+        dx.save(lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+        after = named(losses(exact))
+        # placed as the trained weights are, which compiles nothing more
+        before = named(losses(jax.device_put(lm.params, network.shardings(mesh))))
+        if jacobi:
+            own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
+            before["jacobi_tokens_a_forward"], after["jacobi_tokens_a_forward"] = (
+                tokens_a_forward(lm.params), tokens_a_forward(own))
+        table = {name: (round(before[name], 4), round(after[name], 4)) for name in after}
+        facts |= {"objective": options.objective, "target": options.target, "data": list(options.data),
+                  "before": {k: v for k, (v, _) in table.items()}, "after": {k: v for k, (_, v) in table.items()}}
+        (target / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (target / "README.md").write_text(CARD.format(**{
+            **facts, "name": f"{Path(options.target).stem}-{options.objective}", "rows": len(used), "length": length,
+            "data": ", ".join(f"`{Path(file).name}`" for file in options.data), "minutes": 60 * facts["hours"],
+            "figures": "\n".join(f"| {name.replace('_', ' ')} | {a} → {b} |" for name, (a, b) in table.items()),
+            "where": f"on {len(held)} rows that were held out" if out.any() else "on rows of the training data, which "
+                     "are too few to hold out some"}))
+        name = list(table)[-1]
+        return f"{name.replace('_', ' ')} {table[name][0]} before, {table[name][1]} after"
+
+    return Recipe(lm.params, objective, lambda run: batches[run.step],
+                  lambda batch: batch[0].shape[0] * (batch[0].shape[1] - 1),
+                  lambda params, run: named(losses(params)), finish, extra=extra, shardings=network.shardings(mesh),
+                  rounded=str(lm.config_entries.get("dtype", lm.config_entries.get("torch_dtype"))) != "float32")

@@ -1,0 +1,132 @@
+"""Fine-tuning: a killed run resumes, what is exported loads and decodes, and each objective gives what it promises."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import train
+from rich.console import Console
+
+import decodax as dx
+from decodax.io.saving import save_model
+from decodax.models import Transformer, llama
+from decodax.train.tuning import read_examples
+from recipes import run as program
+from recipes.options import Options, from_arguments
+from recipes.tune import checked
+from tests.matrix import often
+from tests.small_tokenizers import byte_level, save
+
+QUIET = Console(quiet=True)
+CODE = "def f(self, x):\n    return self.x + x\n\n"
+
+
+class Killed(Exception):
+    """Stands for the signal that ends a job."""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    root = tmp_path_factory.mktemp("tune")
+    tokenizer = byte_level()
+    path = save(tokenizer, root / "target", generation_config={"eos_token_id": 0},
+                tokenizer_config={"eos_token": "<|endoftext|>"})
+    model = Transformer(llama(vocab=tokenizer.get_vocab_size(), width=32, layers=2, heads=4, kv_heads=2, mlp=64,
+                              context=128))
+    save_model(path, model, model.init_params(jax.random.key(1)), config={"eos_token_id": 0}, dtype="float32")
+    (root / "text.py").write_text(CODE * 12)
+    pairs = [json.dumps({"prompt": f"def f{i}(", "target": "self, x):\n    return self.x + x"}) for i in range(24)]
+    (root / "pairs.jsonl").write_text("\n".join(pairs))
+    return Options(recipe="tune", objective="layerskip", target=str(path), output=root / "run", steps=10, warmup=2,
+                   data=(str(root / "pairs.jsonl"), str(root / "text.py")), batch=4, length=32, peak=1e-2, log_every=2,
+                   eval_every=5, save_every=4, devices=1)
+
+
+def facts_of(options: Options) -> dict[str, dict[str, float]]:
+    return json.loads((options.output / "model" / "training.json").read_text())
+
+
+def same(a: object, b: object) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: Options, tmp_path: Path) -> None:
+    whole = program.train(options, console=QUIET)
+
+    def on_step(done: int) -> None:
+        if done == 6:
+            raise Killed
+
+    second = replace(options, output=tmp_path)
+    with pytest.raises(Killed):
+        program.train(second, on_step=on_step, console=QUIET)
+    steps: list[int] = []
+    resumed = program.train(second, on_step=steps.append, console=QUIET)
+    assert steps == list(range(5, 11)) and same(resumed.params, whole.params) and same(resumed.opt, whole.opt)
+
+    facts = facts_of(options)
+    assert facts["after"]["after_layer_1"] < facts["before"]["after_layer_1"] - 0.1
+    assert same(dx.load(options.output / "model").params, whole.params)         # the target is stored in float32
+    again = from_arguments(train.parser().parse_args(shlex.split(str(facts["command"]))[2:]))
+    assert again.identity() == options.identity()
+    assert "`--" not in (card := (options.output / "model" / "README.md").read_text()) and "layerskip" in card
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("objective", often(["space"], [
+    "next-token", "soft", "msn", "cllm", "space", "scheduled-sampling"]))
+def test_every_objective_trains(options: Options, objective: str, tmp_path: Path) -> None:
+    own = replace(options, objective=objective, preset=objective, output=tmp_path, answers=8, blocks=2,
+                  block=8 if objective == "cllm" else None,
+                  correction="# rather:" if objective == "scheduled-sampling" else None)
+    program.train(own, console=QUIET)
+    facts = facts_of(own)
+    if objective == "cllm":
+        assert facts["after"]["jacobi_tokens_a_forward"] >= 1
+    else:
+        assert facts["after"]["cross_entropy"] < facts["before"]["cross_entropy"] - 0.1
+    assert dx.generate(dx.load(tmp_path / "model"), "def f(", max_new_tokens=4).tokens.size
+
+
+@pytest.mark.wide
+@pytest.mark.mesh
+def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> None:
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    one = replace(options, output=tmp_path / "one", steps=3, warmup=1, peak=1e-3)
+    mesh = replace(one, output=tmp_path / "mesh", devices=4, model_parallel=2)
+    a, b = (program.train(o, console=QUIET) for o in (one, mesh))
+    assert any("model" in x.sharding.spec for x in jax.tree.leaves(b.params))
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+def test_examples_are_read_with_their_prompts(options: Options) -> None:
+    lm = dx.load(options.target)
+    pair, *_, text = read_examples([Path(file) for file in options.data], lm)
+    given = lm.tokenizer.encode("def f0(")
+    assert pair.prompt == len(given) and list(pair.tokens) == [
+        *given, *lm.tokenizer.encode("self, x):\n    return self.x + x", add_special_tokens=False), 0]
+    assert text.prompt == 0 and list(text.tokens) == [*lm.tokenizer.encode(CODE * 12), 0]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a"}', "[1]", '{"text": 3}', "{"])
+def test_a_line_that_is_no_example_is_named(options: Options, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "a b"}\n\n' + line)
+    with pytest.raises(ValueError, match=re.escape(f"data: {file}, line 3: ")):
+        read_examples([file], dx.load(options.target))
+
+
+def test_a_model_that_cannot_be_tuned_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^target: got 'tasks-diffusion', a Transformer that fills masks"):
+        checked(dx.load("tasks-diffusion"))
+    with pytest.raises(ValueError, match=r"^target: got 'sums' with packed weights"):
+        checked(dx.load("sums", weights="int8"))
