@@ -25,6 +25,7 @@ from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Specula
 from decodax.algorithms.speculative.adaptive.arms import _Arm
 from decodax.algorithms.speculative.adaptive.fit_trees import Counted
 from decodax.algorithms.speculative.adaptive.predictor import Watched
+from decodax.algorithms.speculative.adaptive.stoppers import AcceptanceHead, DraftLength
 from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.drafts import (
     DraftExit,
@@ -136,7 +137,9 @@ LINKED = (NOTHING, Speculative(ONE), Speculative(TWO, shape=Fixed.balanced(2, 2)
 MADE: dict[type, Callable[[], Any]] = {
     Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1),
     SpecBranch: lambda: SpecBranch(ONE), TargetRooted: lambda: TargetRooted(ONE), DraftExit: lambda: DraftExit(ONE),
-    Watched: lambda: Watched(ONE, 2, 3), _Ahead: lambda: _Ahead(SpecBranch(ONE)),
+    Watched: lambda: Watched(ONE, 2, 3), AcceptanceHead: lambda: AcceptanceHead(ONE, {}),
+    DraftLength: lambda: DraftLength(ONE, {}),
+    _Ahead: lambda: _Ahead(SpecBranch(ONE)),
     Fallback: lambda: Fallback(DRAFT, TWO), Merged: lambda: Merged((ONE, TWO)), Forced: lambda: Forced(base=DRAFT),
     Staged: lambda: Staged(ONE, TWO), Intersection: lambda: Intersection(ONE),      # type: ignore[arg-type]
     Speculative: lambda: Speculative(ONE), Reflective: lambda: Reflective(ONE, probe=(1,)),

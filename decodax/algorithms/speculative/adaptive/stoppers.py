@@ -33,7 +33,7 @@ class AcceptanceHead(AroundSource, Source):
 
     Attributes:
         source: the source, whose answers must have hidden states.
-        weights: weights of the head: "block" `f32[D, D]`, "block_bias" `f32[D]`, "out" `f32[D, 2]`, "out_bias"
+        head: its weights: "block" `f32[D, D]`, "block_bias" `f32[D]`, "out" `f32[D, 2]`, "out_bias"
             `f32[2]`.
         blocks: number of residual blocks.
     """
@@ -41,7 +41,7 @@ class AcceptanceHead(AroundSource, Source):
     __repr__ = short
 
     source: Source
-    head: Any = data()
+    head: dict[str, Any] | None = data()
     blocks: int = 3
 
     @property
@@ -123,7 +123,7 @@ class DraftLength(SourceAround):
     __repr__ = short
 
     source: Source
-    network: Any = data()
+    network: dict[str, Any] | None = data()
 
     @property
     def reader(self) -> Self:
