@@ -45,18 +45,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sends the tests of a module to one process, where they share what is compiled.
 
     It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread. And takes
-    the mark `wide` off the parameters that it names, and makes the cases of `long.txt` `full`.
+    the mark `wide` off the parameters that it names, and adds the marks of `tiers.txt`.
     """
-    long = frozenset((HERE / "long.txt").read_text().splitlines())
+    tiers = {test: tier for tier, test in slow_tests()}
     for item in items:
         wide = item.get_closest_marker("wide")
         case = item.name.partition("[")[2].removesuffix("]")
         if wide is not None and case in wide.kwargs.get("but", ()):
             item.own_markers.remove(wide)
-        elif f"{item.path.relative_to(HERE).as_posix()}::{item.name}" in long:
-            item.add_marker("full")
+        if tier := tiers.get(f"{item.path.relative_to(HERE).as_posix()}::{item.name}"):
+            item.add_marker(tier)
         if not item.path.as_posix().endswith(SPREAD) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def slow_tests() -> list[list[str]]:
+    """Mark and name of each test of `tiers.txt`."""
+    return [line.split(" ", 1) for line in (HERE / "tiers.txt").read_text().splitlines() if line[:1] != "#"]
 
 
 def pytest_collection_finish() -> None:
