@@ -23,9 +23,9 @@ from decodax.models.layers import Linear, Norm
 class CloverHead(PrefixedHead):
     """Clover (Xiao et al., 2024): each drafted token changes one state, from which the next token is predicted.
 
-    The state begins as the target's hidden state behind the augmenting block. The *attention decoder* adds the newest
-    token, and then each drafted one (the *regressive connection*); after draft `i` a residual block of its own, `z +
-    silu(W_i z + b_i)`, and the target's vocabulary matrix predict the next token.
+    The state starts as the output of the augmenting block on the target's hidden state. The *attention decoder* adds
+    the newest token, and then each drafted one (the *regressive connection*); after draft `i` a residual block of its
+    own, `z + silu(W_i z + b_i)`, and the target's vocabulary matrix predict the next token.
 
     The attention decoder attends to one key, so a softmax would always be 1. As in the authors' code, each attention
     head weights the token's value by the cosine of query and key instead. That code is of Clover-2. What

@@ -53,8 +53,8 @@ class PrefixedHead(StackedHead):
 
     def through_prefix(self, network: Any, state: Array, positions: Array,
                        attend: Attend | None) -> tuple[Array, tuple[Any, ...]]:
-        """Returns states `f[B, W, d]` behind the layers, and the layers' entries; of drafted tokens, for which `attend`
-        is None, they are those given."""
+        """Returns the states `f[B, W, d]` after the layers, and the layers' entries. For drafted tokens `attend` is
+        None, and the states are those given."""
         if network.prefix is None or attend is None:
             return state, ()
         first, entries = network.prefix(state[..., :self.width], positions, attend)

@@ -46,7 +46,7 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
     "scheduled-sampling": dict(answers=256)}
-"""What a model can be tuned for, with options of their own."""
+"""Options that each objective of fine-tuning sets beside the common ones."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "lm": {

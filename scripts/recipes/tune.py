@@ -40,7 +40,7 @@ from recipes.options import Options
 from recipes.run import Recipe
 
 EVERY, MOST = 20, 96
-"""Of every so many rows one is held out, and at most so many are measured."""
+"""One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
 
 PROMPTS, NEW = 16, 64
 """Held-out prompts that Jacobi decoding is measured on, and the tokens that are decoded."""

@@ -64,12 +64,12 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 """These decide for a batch how many tokens a row drafts."""
 
 
-HEADS = {*TRAINED} - {"medusa", "eagle-3", "dflash"}
-"""Entries that the wider tests leave to those of `tests/drafters`, which decode with each head."""
+ELSEWHERE = {"blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp", "p-eagle", "ppd"}
+"""Entries that the wider tests leave to those of `tests/drafters` that compare with plain decoding."""
 
 
 @pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "ngram-few", "token-recycling-few"))
-@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES if name not in HEADS],
+@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES if name not in ELSEWHERE],
                                                    itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):
     """With its default options; what others change is said by the algorithm that they make."""

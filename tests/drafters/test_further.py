@@ -133,7 +133,7 @@ class Case:
             return self.target.lm_head(hidden).numpy()
 
     def drafts(self, ids, following):
-        """The logits after a text and after each of the tokens drafted behind it."""
+        """The logits after a text and after each of the tokens drafted after it."""
         hidden, tokens, found, last = self.features(ids)[:, :-1], ids[1:], [], self.count - 1
         for i in range(len(following) + 1):
             out = self.run(min(i, last), hidden, tokens)
@@ -181,7 +181,7 @@ def test_first_drafts_are_those_of_transformers(case, name):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", often(["glm4-moe-two"], LAYOUTS))
 def test_later_drafts_are_those_of_transformers(case, name):
-    """With prompts in chunks, which end within a text."""
+    """Prompts are read in chunks, whose borders lie within a text."""
     own = case(name)
     lm, drafter = own.loaded
     alg = algorithms.make("mtp", lm, drafter)

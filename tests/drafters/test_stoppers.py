@@ -30,7 +30,7 @@ def test_the_head_is_the_authors() -> None:
     Kaffaljidhmah2/SpecDec_pp at 937aee2, for soft labels 0.2, 0.9 and 0.5 and the weights 6 and 1."""
     draw = lambda shape, seed: np.round(0.4 * np.random.default_rng(seed).normal(size=shape), 3).astype(np.float32)
     head = {"block": draw((4, 4), 1), "block_bias": draw(4, 2), "out": draw((4, 2), 3), "out_bias": draw(2, 4)}
-    logits = scores(head, jnp.asarray(draw((3, 4), 5)), 3)
+    logits = scores(head, jnp.asarray(draw((3, 4), 5)))
     authors = [[-0.41174, 0.89065], [1.50314, -0.9676], [2.26688, -1.80018]]
     np.testing.assert_allclose(logits, authors, atol=1e-5)
     soft = np.array([0.2, 0.9, 0.5])
@@ -51,7 +51,7 @@ def test_a_chain_ends_where_a_rejection_is_likely() -> None:
     texts = np.zeros((6, 32), np.int32)
     for text, prompt, drafts in zip(texts, ids, tokens, strict=True):
         text[:len(prompt) + LENGTH] = [*prompt, *drafts[1:]]
-    chance = np.asarray(accepted(head, jnp.asarray(hidden("sliding", texts)), 3))
+    chance = np.asarray(accepted(head, jnp.asarray(hidden("sliding", texts))))
     for row, prompt in enumerate(ids):
         held = np.cumprod(chance[row, len(prompt):len(prompt) + LENGTH])
         assert counts[row] == min(2 + int((1 - held <= threshold).cumprod().sum()), LENGTH)
@@ -82,7 +82,7 @@ def test_the_head_is_trained_on_what_the_target_would_accept() -> None:
     states, chance = acceptance_examples(target, draft, samples, 0.15, 1.0, 48)
     assert 150 < len(chance) < 8 * 48 and 0.1 < float(chance.mean()) < 0.99 and states.shape == (len(chance), 16)
     head = dx.train.fit_acceptance_head(target, draft, samples, rejected=1.0, max_new_tokens=48, rate=1e-2)
-    predicted = np.asarray(accepted(head, states, 3))
+    predicted = np.asarray(accepted(head, states))
     assert abs(predicted.mean() - chance.mean()) < 0.02 and np.corrcoef(predicted, chance)[0, 1] > 0.5
     drawn = lambda **given: dx.generate(target, samples, seed=1, max_new_tokens=16, temperature=1.0, **given).tokens
     method = dx.algorithms.specdec_plus_plus(head=head)

@@ -73,7 +73,7 @@ class ExampleRows:
     """Examples as rows of one length.
 
     Attributes:
-        tokens: `i32[N, T + 1]`; what lies behind the end of an example is 0.
+        tokens: `i32[N, T + 1]`; tokens of the examples; 0 after the end of an example.
         learned: `bool[N, T + 1]`, True for the tokens that are learned.
         cut: number of pairs that were too long and lost the beginning of the prompt, or the end of the target.
     """

@@ -102,7 +102,7 @@ def test_drafts_equal_plain_decoding(draft, which, policy):
 
 
 def agreed(text: list[int], most: int) -> tuple[int, int]:
-    """How many of the last tokens occur at an earlier place too, at most `most`, and the first place with so many."""
+    """Returns the length of the longest n-gram at the end that occurs earlier too, at most `most`, and its place."""
     for size in range(most, 0, -1):
         for at in range(size - 1, len(text) - 1):
             if text[at + 1 - size:at + 1] == text[-size:]:

@@ -22,14 +22,16 @@ from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.core import drivers
 from decodax.core.window import causal
 
-HEAD_BLOCKS, REJECTED, MIXED = 3, 6.0, 0.15
+REJECTED, MIXED = 6.0, 0.15
+"""Weight of a rejection and share of the target's tokens in the training of SpecDec++, the authors'."""
+
 WIDTHS = (256, 64)
+"""Widths of the hidden layers of AdaEAGLE's network, which the paper leaves open."""
 
 
-def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, blocks: int = HEAD_BLOCKS,
-                        rejected: float = REJECTED, mixed: float = MIXED, temperature: float = 1.0,
-                        max_new_tokens: int = 64, steps: int = 300, rate: float = 1e-3,
-                        seed: int = 0) -> dict[str, Array]:
+def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, rejected: float = REJECTED,
+                        mixed: float = MIXED, temperature: float = 1.0, max_new_tokens: int = 64, steps: int = 300,
+                        rate: float = 1e-3, seed: int = 0) -> dict[str, Array]:
     """Trains the acceptance head of SpecDec++ on a draft model's hidden states (Huang et al., 2024).
 
     The target continues the samples. At each new token `x` the draft model draws a token `y` of its own after the same
@@ -44,7 +46,6 @@ def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *
         lm: the target, a result of `decodax.load`.
         draft: the draft model, another result.
         samples: token ids of prompts that are typical for later use. They are decoded in one batch.
-        blocks: number of residual blocks.
         rejected: weight of a rejection; an acceptance has weight 1.
         mixed: share of the draft model's tokens that are replaced by the target's, in [0, 1).
         temperature: temperature of both models, above 0.
@@ -59,7 +60,7 @@ def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *
     Raises:
         ValueError: no samples or an empty one, or a number out of range.
     """
-    at_least(blocks=blocks, steps=steps)
+    at_least(steps=steps)
     for name, value, good in (("rejected", rejected, rejected > 0), ("mixed", mixed, 0 <= mixed < 1),
                               ("temperature", temperature, temperature > 0)):
         if not good:
@@ -69,7 +70,7 @@ def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *
     labels = jnp.stack([1 - chance, chance], -1) * weight
 
     def loss(head: Any, step: Array) -> Array:
-        return -(labels * jax.nn.log_softmax(scores(head, hidden, blocks))).sum() / labels.sum()
+        return -(labels * jax.nn.log_softmax(scores(head, hidden))).sum() / labels.sum()
 
     D, key = hidden.shape[-1], jax.random.key(seed)
     start = {"block": jax.random.normal(key, (D, D)) * 0.1 * D ** -0.5, "block_bias": jnp.zeros(D),
@@ -115,7 +116,10 @@ def fit_draft_length(lm: Any, source: Source, samples: Sequence[Sequence[int]], 
     The samples are continued with drafts of full length. Each round is an example: the target's hidden state before it,
     and the number of drafts that were accepted, to which the predictor is fitted by least squares.
 
-        source = dx.drafts.trained(lm, drafter)
+        from decodax.algorithms.speculative.heads import drafting_source
+
+        drafter = dx.load_drafter(DIRECTORY, lm)
+        source = drafting_source(lm, drafter)
         network = dx.train.fit_draft_length(lm, source, samples)
         dx.generate(lm, prompts, algorithm=dx.algorithms.adaeagle(network=network), draft=drafter)
 

@@ -23,6 +23,9 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
 
+BLOCKS = 3
+"""Number of residual blocks of an acceptance head, the authors'."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceHead(AroundSource, Source):
@@ -35,14 +38,12 @@ class AcceptanceHead(AroundSource, Source):
         source: the source, whose answers must have hidden states.
         head: its weights: "block" `f32[D, D]`, "block_bias" `f32[D]`, "out" `f32[D, 2]`, "out_bias"
             `f32[2]`.
-        blocks: number of residual blocks.
     """
 
     __repr__ = short
 
     source: Source
     head: dict[str, Any] | None = data()
-    blocks: int = 3
 
     @property
     def reader(self) -> Self | None:
@@ -63,7 +64,7 @@ class AcceptanceHead(AroundSource, Source):
         state, answer = self.source.extend(_inner(params), s, state, level)
         if answer.hidden is None:
             raise ValueError(f"draft: {type(self.source).__name__} has no hidden states, which AcceptanceHead reads")
-        return state, answer.replace(chance=accepted(params.draft[1], answer.hidden, self.blocks))
+        return state, answer.replace(chance=accepted(params.draft[1], answer.hidden))
 
     def place(self, state: Any, slots: Array) -> Any:
         return self.source.place(state, slots)
@@ -78,17 +79,17 @@ class AcceptanceHead(AroundSource, Source):
         return self.source.observe(_inner(params), s, window, out, decision, state)
 
 
-def scores(head: Any, hidden: Array, blocks: int) -> Array:
+def scores(head: Any, hidden: Array) -> Array:
     """Returns the logits of "rejected" and "accepted", `f32[..., 2]`, for hidden states `f[..., D]`."""
     x = hidden.astype(jnp.float32)
-    for _ in range(blocks):
+    for _ in range(BLOCKS):
         x = x + jax.nn.silu(x @ head["block"] + head["block_bias"])
     return x @ head["out"] + head["out_bias"]
 
 
-def accepted(head: Any, hidden: Array, blocks: int) -> Array:
+def accepted(head: Any, hidden: Array) -> Array:
     """Returns the predicted probability that the token with a hidden state is accepted, `f32[...]`."""
-    logits = scores(head, hidden, blocks)
+    logits = scores(head, hidden)
     return jax.nn.sigmoid(logits[..., 1] - logits[..., 0])
 
 

@@ -21,7 +21,7 @@ from decodax.common.registry import ALGORITHMS
 @ALGORITHMS.register("clover", "Clover: Regressive Lightweight Speculative Decoding with Sequential Knowledge",
                      "Xiao et al. 2024", family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
 def clover(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier | None = None) -> Speculative:
-    """Drafts a tree with a recurrent state, which begins behind a decoder layer over the target's hidden states.
+    """Drafts a tree with a recurrent state, which starts as the output of a decoder layer over the target's states.
 
     Args:
         lm: the target.

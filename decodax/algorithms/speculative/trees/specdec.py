@@ -66,7 +66,7 @@ def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share 
         draft: the draft model.
         length: largest number of drafts in a round.
         threshold: predicted probability of a rejection above which the chain ends.
-        head: a result of `decodax.train.fit_acceptance_head` with its default number of blocks.
+        head: a result of `decodax.train.fit_acceptance_head`.
         samples: prompts as token ids, to train a head on.
     """
     head = given_or_fitted("specdec++", "head", fit_acceptance_head, head, samples, lm, draft)
