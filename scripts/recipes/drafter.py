@@ -23,9 +23,9 @@ from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.train import corpus, loop
-from decodax.train.block_drafters import block_acceptances
-from decodax.train.drafter_systems import SYSTEMS, first_weights, objective_of
-from decodax.train.drafters import Unrolled, acceptances, expected_tokens, frequent_tokens
+from decodax.train.drafting.blocks import block_acceptances
+from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
+from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
 from recipes.options import Options
 from recipes.run import Recipe

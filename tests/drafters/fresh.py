@@ -9,7 +9,7 @@ import numpy as np
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.parallel import ParallelHead
-from decodax.train.drafter_systems import objective_of
+from decodax.train.drafting.systems import objective_of
 
 NAMES = [name for name, entry in ALGORITHMS.items() if entry.takes_drafter]
 

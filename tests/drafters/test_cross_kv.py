@@ -22,8 +22,8 @@ from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.names import flatten
 from decodax.models.transformer import Transformer
-from decodax.train.cross_kv import DelayedKeys, delayed, target_keys
-from decodax.train.drafter_systems import first_weights, objective_of
+from decodax.train.drafting.cross_kv import DelayedKeys, delayed, target_keys
+from decodax.train.drafting.systems import first_weights, objective_of
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.drafters.drafting import drafted_logits
 from tests.laws.cases import VOCABULARY, decode, lm, model, prompts, start, texts

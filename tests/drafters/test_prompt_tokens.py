@@ -20,7 +20,7 @@ from decodax.core import drivers
 from decodax.core.window import Window, causal
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.train.prompt_tokens import InsertedPrompts, inserted
+from decodax.train.drafting.prompt_tokens import InsertedPrompts, inserted
 from tests.laws.cases import VOCABULARY, decode, lm, model, prompts, start, texts
 from tests.matrix import often
 

@@ -18,7 +18,7 @@ from decodax.io.files import CheckpointError
 from decodax.models.config import NormConfig
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead
-from decodax.train.drafters import unrolled
+from decodax.train.drafting.unrolled import unrolled
 from tests.drafters import given
 from tests.drafters.test_heads import HEADS, ONE
 

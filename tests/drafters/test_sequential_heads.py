@@ -19,7 +19,7 @@ from decodax.models.drafters.hydra import HydraHead
 from decodax.models.names import LLAMA, flatten
 from decodax.models.transformer import Transformer
 from decodax.models.weight_source import nested
-from decodax.train.drafters import unrolled
+from decodax.train.drafting.unrolled import unrolled
 from tests.drafters import given
 from tests.drafters.test_published import Table, written
 

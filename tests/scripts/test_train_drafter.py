@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
-from decodax.train.drafter_systems import SYSTEMS
+from decodax.train.drafting.systems import SYSTEMS
 from recipes import run as program
 from recipes.options import PRESETS, Options
 from tests.matrix import often

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from decodax.train.drafter_systems import first_weights, objective_of
+from decodax.train.drafting.systems import first_weights, objective_of
 from tests.laws.cases import VOCABULARY, lm
 from tests.matrix import often
 

@@ -2,7 +2,7 @@
 Language Models through Enhanced Semi-Autoregressive Drafting and Custom-Designed Decoding Tree", Gao et al., 2024).
 
 Within a block the tokens are predicted independently of each other; the next block reads the tokens that were chosen.
-So a tree of `k m` levels takes `m` passes of the drafter. Training: `decodax.train.falcon`."""
+So a tree of `k m` levels takes `m` passes of the drafter. Training: `decodax.train.drafting.falcon`."""
 
 from __future__ import annotations
 

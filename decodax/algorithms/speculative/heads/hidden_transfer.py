@@ -4,7 +4,7 @@ Lossless Large Language Model Acceleration", Wu et al., 2024).
 
 Every node of the draft tree has pseudo states of its own; those of the last accepted node give the next round's
 guesses. Here they pass the layers below as tokens that nothing sees, which the paper saves. Training: distance to the
-target's own distribution, at places of a text (`decodax.train.prompt_tokens`)."""
+target's own distribution, at places of a text (`decodax.train.drafting.prompt_tokens`)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ et al., 2024).
 Every node of the draft tree has prompt tokens of its own. Those of the last accepted node give the next round's
 guesses, so drafting has no forward pass and no weights but their embeddings. The paper's prompt tokens may be ensembles
 and differ in number between nodes; here each is one, and every node has all of them. Training: distance to the target's
-own distribution, at places of a text (`decodax.train.prompt_tokens`).
+own distribution, at places of a text (`decodax.train.drafting.prompt_tokens`).
 """
 
 from __future__ import annotations

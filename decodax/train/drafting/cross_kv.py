@@ -19,9 +19,9 @@ from decodax.core.types import embeddings, logits_of
 from decodax.core.window import causal
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.train.block_drafters import key_of
-from decodax.train.draft_losses import loss_of, overlap_of
-from decodax.train.drafters import smooth_l1
+from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.losses import loss_of, overlap_of
+from decodax.train.drafting.unrolled import smooth_l1
 from decodax.train.loop import cast
 
 Tree = Any
@@ -39,7 +39,7 @@ class DelayedKeys:
         target: the target's network; its weights are the third argument of the call.
         head: the head.
         steps: number of drafted tokens `K`; a query sees the target's keys up to 1 to `K` positions before its own.
-        loss: name of the loss of a token, see `decodax.train.draft_losses`.
+        loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         features: weight of the smooth L1 distance between the head's hidden state and the target's (Mixture of
             Attentions).
         drawn: True: each delay is drawn (LongSpec draws one for all tokens of a batch); False: it grows from 1 to `K`

@@ -19,9 +19,9 @@ from decodax.core.window import Window
 from decodax.models.drafters.block_training import random_anchors
 from decodax.models.drafters.head import Weights
 from decodax.models.drafters.prompt_tokens import ProbesHead
-from decodax.train.block_drafters import key_of
-from decodax.train.draft_losses import loss_of
-from decodax.train.drafters import acceptance
+from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.losses import loss_of
+from decodax.train.drafting.unrolled import acceptance
 from decodax.train.loop import cast
 
 Tree = Any
@@ -35,7 +35,7 @@ class InsertedPrompts:
         target: the target's network; its weights are the third argument of the call.
         head: the probes.
         places: number of places in a text.
-        loss: name of the loss of a token, see `decodax.train.draft_losses`.
+        loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         decay: the loss of the `j`-th probe, from 0, has the weight `decay ** j`.
         dtype: dtype of the computation.
     """

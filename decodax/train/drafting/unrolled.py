@@ -20,7 +20,7 @@ from decodax.core.types import embeddings, logits_of
 from decodax.core.window import causal
 from decodax.models.drafters.head import DraftHead
 from decodax.pallas_kernels.window_attention import window_attention_lse
-from decodax.train.draft_losses import loss_of, overlap_of
+from decodax.train.drafting.losses import loss_of, overlap_of
 from decodax.train.loop import cast
 
 Tree = Any
@@ -34,7 +34,7 @@ class Unrolled:
         target: the target's network; its weights are the third argument of the call.
         head: the head.
         steps: number of drafted tokens `K`.
-        loss: name of the loss, see `decodax.train.draft_losses`.
+        loss: name of the loss, see `decodax.train.drafting.losses`.
         decay: the loss of the `j`-th token has the weight `decay ** j`.
         features: weight of the smooth L1 distance between the head's hidden state and the target's next feature
             (EAGLE-1); for heads whose hidden states begin with one.

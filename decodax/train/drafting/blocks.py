@@ -17,8 +17,8 @@ from jax import Array
 from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at, random_anchors
-from decodax.train.draft_losses import loss_of
-from decodax.train.drafters import acceptance, restricted, table_of, target_outputs
+from decodax.train.drafting.losses import loss_of
+from decodax.train.drafting.unrolled import acceptance, restricted, table_of, target_outputs
 from decodax.train.loop import cast
 
 Tree = Any
@@ -32,7 +32,7 @@ class AnchoredBlocks:
         target: the target's network; its weights are the third argument of the call.
         head: the head.
         anchors: number of blocks in a text.
-        loss: name of the loss, see `decodax.train.draft_losses`.
+        loss: name of the loss, see `decodax.train.drafting.losses`.
         gamma: the loss of the `k`-th draft of a block, from 0, has the weight `exp(-k / gamma)`.
         chance: weight of the cross-entropy of the predicted acceptance, for heads that predict it.
         base: share of the loss for the logits before the correction (Domino).

@@ -18,9 +18,9 @@ from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import Weights
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.train.block_drafters import key_of
-from decodax.train.draft_losses import loss_of
-from decodax.train.drafters import acceptance, smooth_l1, target_outputs
+from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.losses import loss_of
+from decodax.train.drafting.unrolled import acceptance, smooth_l1, target_outputs
 from decodax.train.loop import cast
 
 Tree = Any
@@ -33,7 +33,7 @@ class Glanced:
     Attributes:
         target: the target's network; its weights are the third argument of the call.
         head: the head.
-        loss: name of the loss of a token, see `decodax.train.draft_losses`.
+        loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         features: weight of the smooth L1 distance to the target's hidden states; 10, since the paper weights the loss
             of tokens by 0.1.
         glance: number of replaced blocks for each wrong token, `lambda`. In the paper it falls from 0.4 to 0, here it

@@ -35,12 +35,12 @@ from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculat
 from decodax.models.names import flatten
 from decodax.models.rope import Rope
 from decodax.models.weight_source import kernel_of, nested
-from decodax.train.block_drafters import AnchoredBlocks
-from decodax.train.cross_kv import DelayedKeys
-from decodax.train.draft_losses import loss_of
-from decodax.train.drafters import Unrolled
-from decodax.train.falcon import Glanced
-from decodax.train.prompt_tokens import InsertedPrompts
+from decodax.train.drafting.blocks import AnchoredBlocks
+from decodax.train.drafting.cross_kv import DelayedKeys
+from decodax.train.drafting.falcon import Glanced
+from decodax.train.drafting.losses import loss_of
+from decodax.train.drafting.prompt_tokens import InsertedPrompts
+from decodax.train.drafting.unrolled import Unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DrafterSystem:
     Attributes:
         head: makes its network for a target of a configuration and a number of logits.
         drafts: number of tokens that training unrolls.
-        loss: name of the loss of a token, see `decodax.train.draft_losses`.
+        loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         decay: the `j`-th token has the weight `decay ** j`.
         features: weight of the distance to the target's next hidden states.
         share: part of the target's vocabulary that it predicts by default.

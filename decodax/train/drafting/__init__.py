@@ -1,0 +1,1 @@
+"""Training of drafters: heads, block heads, prompt tokens and the losses they share."""
