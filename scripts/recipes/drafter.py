@@ -1,11 +1,13 @@
 """Drafters for speculative decoding, trained beside a target that does not change.
 
-The text is Python source, read with the target's tokenizer; the target's distribution at each position is what the
-drafter learns, so the text need not be the target's own.
+The text is Python source, or examples (`--data`), such as chats that the target answered in `decodax batch`. The
+target's distribution at each position is what the drafter learns, so the text need not be the target's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,15 @@ from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
+from decodax.train.tuning import read_examples
 from recipes.options import Options
 from recipes.run import Recipe
 
 EVAL_WINDOWS = 24
 """Held-out windows of an evaluation."""
+
+EVERY = 20
+"""One of `EVERY` examples is held out."""
 
 NODES = 24
 """Drafts of the tree that the finished drafter is measured with, the most likely ones."""
@@ -56,14 +62,13 @@ A drafter of the method `{system}` for `{target}`: `dx.generate("{target}", prom
 | training data | {data} |
 | training tokens | {tokens:,} in {steps:,} steps |
 | accepted by depth, held-out, temperature 1 | {accepted} |
-| tokens a forward, chain of {drafts}, held-out code, greedy | {greedy} |
-| tokens a forward, chain of {drafts}, held-out code, temperature 1 | {sampled} |
-| tokens a forward, tree of {nodes}, held-out code, greedy | {tree} |
+| tokens a forward, chain of {drafts}, greedy | {greedy} |
+| tokens a forward, chain of {drafts}, temperature 1 | {sampled} |
+| tokens a forward, tree of {nodes}, greedy | {tree} |
 | hardware | {hardware} |
 | training time | {minutes:.0f} minutes |
 
-Tokens a forward are means over {prompts} prompts of {prompt} tokens from held-out files, with {new} new tokens each,
-the target's own token included.
+Tokens a forward are means over {prompts}, with {new} new tokens each at most, the target's own token included.
 
 **Reproduce** from the root of the repository:
 
@@ -73,30 +78,70 @@ the target's own token included.
 """
 
 
+@dataclass(frozen=True)
+class Text:
+    """What a drafter is trained and measured on.
+
+    Attributes:
+        train: `i32[N]`, the target's tokens.
+        held: `i32[M]`, held-out tokens.
+        prompts: held-out prompts, as token ids.
+        data: what it is, for the card.
+        where: what the prompts are, for the card.
+        stops: False if decoding goes on behind tokens that end an answer, as it should in code.
+    """
+
+    train: np.ndarray
+    held: np.ndarray
+    prompts: list[list[int]]
+    data: str
+    where: str
+    stops: bool = True
+
+
+def source_code(lm: Any, root: Path | None) -> Text:
+    """Returns the text of Python files, with the target's end of text between them."""
+    train, held = (packed(lm, documents) for documents in corpus.load_corpus(root))
+    starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
+    return Text(train, held, [held[start:start + PROMPT].tolist() for start in starts],
+                corpus.corpus_name() if root is None else f"the .py files of {root.name}",
+                f"{PROMPTS} prompts of {PROMPT} tokens from held-out files", stops=False)
+
+
+def examples(lm: Any, files: Sequence[str]) -> Text:
+    """Returns the text of examples, one behind the other."""
+    found = read_examples([Path(file) for file in files], lm)
+    held = found[EVERY - 1::EVERY] or found
+    used = [x for i, x in enumerate(found) if i % EVERY != EVERY - 1] if len(found) >= EVERY else found
+    joined = lambda some: np.concatenate([np.asarray(x.tokens, np.int32) for x in some])
+    prompts = [list(x.tokens[:x.prompt or PROMPT]) for x in held][:PROMPTS]
+    return Text(joined(used), joined(held), prompts,
+                f"{len(used):,} examples of {', '.join(Path(file).name for file in files)}",
+                f"the prompts of {len(prompts)} held-out examples")
+
+
 def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
     """Returns the documents as one stream of the target's tokens, with its end of text between them."""
     if (Path(lm.directory or "") / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_file(str(Path(lm.directory) / "tokenizer.json"))
         if tokenizer.token_to_id(corpus.END_OF_TEXT) is not None:
             return corpus.pack(tokenizer, documents)
-    end = lm.generation_config.get("eos_token_id", 0)
-    end = end[0] if isinstance(end, (list, tuple)) else end
+    end = lm.eos[0] if lm.eos else 0
     pieces = [np.asarray([end, *lm.tokenizer.encode(d.text)], np.int32) for d in documents]
     return np.concatenate([*pieces, np.asarray([end], np.int32)])
 
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    lm = dx.load(options.target, dtype="float32")
+    lm = dx.load(options.target, dtype="float32", weights=options.target_weights)
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
-    documents, kept = corpus.load_corpus(options.corpus)
-    stream, held = packed(lm, documents), packed(lm, kept)
+    text = examples(lm, options.data) if options.data else source_code(lm, options.corpus)
     own = SYSTEMS[options.system]
     count = options.draft_vocab or (None if own.share == 1 else int(own.share * lm.model.config.vocab))
-    ids = None if count is None else frequent_tokens(stream, count, lm.model.config.vocab)
+    ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)
     objective = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype)
-    batches = corpus.Batches(stream, options.batch or 8, options.length or 256, options.seed)
-    windows = corpus.Batches(held, EVAL_WINDOWS, options.length or 256)[0][:, :-1]
+    batches = corpus.Batches(text.train, options.batch or 8, options.length or 256, options.seed)
+    windows = corpus.Batches(text.held, EVAL_WINDOWS, options.length or 256)[0][:, :-1]
     table = None if ids is None else jnp.asarray(ids)
 
     def accepted(params: Any) -> np.ndarray:
@@ -116,27 +161,25 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         drafts = min(4, objective.head.longest or 4)
         measured = {"greedy": (Chain(drafts), 0.0), "sampled": (Chain(drafts), 1.0),
                     "tree": (ConfidenceTree(NODES, objective.head.longest or 6, 6), 0.0)}
-        figures = {name: round(tokens_a_forward(lm, made, held, *how), 3) for name, how in measured.items()}
+        figures = {name: round(tokens_a_forward(lm, made, text, *how), 3) for name, how in measured.items()}
         by_depth = [round(float(x), 4) for x in accepted(exact)]
-        data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
         facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **figures}
         save_drafter(target, made, facts={"training": facts})
         told = {**facts, "accepted": ", ".join(map(str, by_depth)),
                 "entry": ENTRIES.get(options.system, options.system)}
         (target / "README.md").write_text(CARD.format(
-            name=f"{Path(options.target).stem}-{options.system}", data=data, **told, minutes=60 * facts["hours"],
-            prompts=PROMPTS, prompt=PROMPT, new=NEW, nodes=NODES))
-        return f"{figures['greedy']} tokens a forward on held-out code, greedy, in a chain of {drafts}"
+            name=f"{Path(options.target).stem}-{options.system}", data=text.data, **told, minutes=60 * facts["hours"],
+            prompts=text.where, new=NEW, nodes=NODES))
+        return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
     return Recipe(first_weights(objective, lm, jax.random.key(options.seed)), objective,
                   lambda run: batches[run.step], lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish,
                   extra=lambda step: weights)
 
 
-def tokens_a_forward(lm: Any, drafter: TrainedDrafter, held: np.ndarray, shape: Shape, temperature: float) -> float:
-    """Returns the mean number of tokens of a round on held-out text, with drafts of a shape."""
-    starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
-    prompts = [held[start:start + PROMPT].tolist() for start in starts]
-    out = dx.generate(lm, prompts, max_new_tokens=NEW, temperature=temperature, eos_token_id=[],
-                      algorithm=Speculative(drafting_source(lm, drafter), shape=shape))
+def tokens_a_forward(lm: Any, drafter: TrainedDrafter, text: Text, shape: Shape, temperature: float) -> float:
+    """Returns the mean number of tokens of a round behind held-out prompts, with drafts of a shape."""
+    out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature,
+                      algorithm=Speculative(drafting_source(lm, drafter), shape=shape),
+                      **({} if text.stops else {"eos_token_id": []}))
     return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds))

@@ -117,10 +117,14 @@ class Options:
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
                                     "several tokens at masks (space); after the model's own tokens",
                                     only="tune", choices=tuple(TUNED))
-    data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
-                                    "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
+    data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
+                                    '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus)', (),
+                                    "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
+    target_weights: str | None = _option("how the target's weights are kept; float32 widens packed ones, which trains "
+                                         "faster on a CPU and lets a drafter begin with some of them (default: as its "
+                                         "files have them)", only="drafter tune")
     layer_dropout: float = _option("layerskip: largest probability of leaving out a layer, that of the last", 0.1,
                                    "tune")
     exit_scale: float = _option("layerskip: weight of early exits relative to the last layer", 0.2, "tune")

@@ -90,7 +90,8 @@ def checked(lm: Any) -> Any:
                          "to right")
     packed = lambda x: isinstance(x, Packed)
     if any(map(packed, jax.tree.leaves(lm.params, is_leaf=packed))):
-        raise ValueError(f"target: got {lm.name!r} with packed weights; takes a model whose weights are arrays")
+        raise ValueError(f"target: got {lm.name!r} with packed weights; takes a model whose weights are arrays "
+                         "(--target-weights float32)")
     return lm
 
 
@@ -140,7 +141,7 @@ def objective_of(options: Options, lm: Any) -> Objective:
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    lm = checked(dx.load(options.target, dtype="float32"))
+    lm = checked(dx.load(options.target, dtype="float32", weights=options.target_weights))
     network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
     rows = ExampleRows.of(read_examples([Path(file) for file in options.data], lm), length)
     if rows.cut:

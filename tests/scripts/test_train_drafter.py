@@ -17,6 +17,7 @@ from rich.console import Console
 import decodax as dx
 from decodax.train.drafting.systems import SYSTEMS
 from recipes import run as program
+from recipes.drafter import examples
 from recipes.options import PRESETS, Options
 from tests.matrix import often
 
@@ -74,6 +75,18 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
     plain, out = (dx.generate(lm, "def f(self):", max_new_tokens=12, eos_token_id=[], **more)
                   for more in ({}, {"algorithm": "medusa", "draft": dx.load_drafter(tmp_path / "model", lm)}))
     assert np.array_equal(out.tokens, plain.tokens)
+
+
+def test_a_chat_and_what_the_target_answered_are_an_example(options: Options, tmp_path: Path) -> None:
+    lm, ask = dx.load(options.target), [{"role": "user", "content": "Which?"}]
+    chats = [{"messages": [*ask, {"role": "assistant", "content": f"This, {i}."}]} for i in range(19)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"id": 7, "text": "That.", "status": "eos", "messages": ask}))
+    text = examples(lm, [str(tmp_path / "chats.jsonl"), str(tmp_path / "answers.jsonl")])
+    prompt, end = lm.tokenizer.encode_chat(ask), lm.eos[0]
+    assert text.prompts == [prompt] and text.stops
+    assert text.held.tolist() == [*prompt, *lm.tokenizer.encode("That.", add_special_tokens=False), end]
+    assert text.train[:len(prompt)].tolist() == prompt and np.sum(text.train == end) == 19
 
 
 @pytest.mark.wide

@@ -22,8 +22,10 @@ class Example:
 def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
     """Returns the examples of files, in order.
 
-    A line of a `.jsonl` file is an object with "prompt" and "target", or with "text"; any other file is one text. The
-    tokenizer adds its BOS to a text or prompt; the first id that ends a text of the model follows a target or a text.
+    A line of a `.jsonl` file is an object with "prompt" and "target", with "messages" of a chat whose last one is
+    learned, with "messages" and "text", which is what `decodax batch --keep messages` writes, or with "text" alone; any
+    other file is one text. The model's own template formats a chat. The tokenizer adds its BOS to a text or prompt; the
+    first id that ends a text of the model follows a target or a text.
 
     Args:
         files: paths.
@@ -31,7 +33,8 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no files, a model without a tokenizer, or a line that is no example; the message names it.
+        ValueError: no files, a model without a tokenizer or without a chat template for a chat, or a line that is no
+            example; the message names it.
     """
     if not files:
         raise ValueError("data: got no files, takes one or more")
@@ -40,14 +43,16 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
     end = lm.eos[:1]
     found: list[Example] = []
     for prompt, target in (pair for file in files for pair in _pairs(file)):
-        given = [] if prompt is None else lm.tokenizer.encode(prompt)
+        given = [] if prompt is None else (
+            lm.tokenizer.encode(prompt) if isinstance(prompt, str) else lm.tokenizer.encode_chat(prompt))
         own = lm.tokenizer.encode(target, add_special_tokens=prompt is None)
         found.append(Example((*given, *own, *end), len(given)))
     return found
 
 
-def _pairs(file: Path) -> Iterator[tuple[str | None, str]]:
-    """Yields (prompt, target) for each example of a file; the prompt of a text is None."""
+def _pairs(file: Path) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
+    """Yields (prompt, target) for each example of a file; the prompt is a text or the messages of a chat, or None for a
+    text without one."""
     if file.suffix != ".jsonl":
         yield None, file.read_text("utf-8")
         return
@@ -59,13 +64,17 @@ def _pairs(file: Path) -> Iterator[tuple[str | None, str]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"data: {file}, line {number}: {error}") from error
         match entry:
+            case {"messages": [*before, {"role": "assistant", "content": str(target)}]} if before:
+                yield before, target
+            case {"messages": [_, *_] as messages, "text": str(target)}:
+                yield messages, target
             case {"text": str(text)}:
                 yield None, text
             case {"prompt": str(prompt), "target": str(target)}:
                 yield prompt, target
             case _:
                 raise ValueError(f'data: {file}, line {number}: got {line[:60]!r}, takes an object with the texts '
-                                 '"prompt" and "target", or "text"')
+                                 '"prompt" and "target", with "messages" that end in an answer, or with "text"')
 
 
 @dataclass(frozen=True)
