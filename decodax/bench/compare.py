@@ -59,6 +59,7 @@ class Row:
         mean_accepted_length: 1 + accepted draft tokens for each round, over all rows together, as vLLM counts it.
         tokens_per_forward: new tokens for each row and round; less than `mean_accepted_length` if the end of a text
             cuts a round short.
+        accepted_by_depth: the share of rounds in which at least 1, 2, ... drafts were accepted.
         tokens_per_second: the median over the repeats; counts the decode loop only.
         seconds: the duration of each repeat.
         speedup: the median ratio of tokens per second to that of plain decoding in the same repeat.
@@ -80,6 +81,7 @@ class Row:
     forwards: int | None = None
     mean_accepted_length: float | None = None
     tokens_per_forward: float | None = None
+    accepted_by_depth: tuple[float, ...] = ()
     tokens_per_second: float | None = None
     seconds: tuple[float, ...] = ()
     speedup: float | None = None
@@ -166,7 +168,7 @@ class Comparison:
 
     def plot(self, path: str | Path) -> None:
         """Draws speedup and mean accepted length in two panels, with one line for each system and one marker for each
-        task and batch size.
+        task and batch size, and in a third the share of rounds that accept 1, 2, ... drafts, over all tasks.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -176,8 +178,9 @@ class Comparison:
         names = list(dict.fromkeys(row.system for row in self.rows
                                    if row.system != PLAIN and row.mean_accepted_length is not None))
         tasks = list(dict.fromkeys(row.task for row in self.rows))
-        figure = Figure(figsize=(11, 1.9 + 0.34 * max(len(names), 1)), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(11, 4.9 + 0.34 * max(len(names), 1)), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=(1.9 + 0.34 * max(len(names), 1), 3.0))
+        left, right = above.subplots(1, 2, sharey=True)
         for i, ((task, batch), rows) in enumerate(cells := self.cells.items()):
             offset = 0.6 * ((i + 0.5) / len(cells) - 0.5)       # the markers of one system lie below each other
             style: dict[str, Any] = dict(
@@ -201,9 +204,29 @@ class Comparison:
         left.set_yticks(range(len(names)), names)
         left.set_ylim(max(len(names), 1) - 0.5, -0.5)
         if cells:
-            figure.legend(loc="outside upper center", ncols=min(len(cells), 3), frameon=False)
+            above.legend(loc="outside upper center", ncols=min(len(cells), 3), frameon=False)
+        self._plot_depths(below.subplots(), names)
         figure.supxlabel(self.setting(), fontsize="small", color="0.4")
         figure.savefig(path, dpi=150)
+
+    def _plot_depths(self, axis: Any, names: list[str]) -> None:
+        """Draws the acceptance by depth of each system, averaged over tasks and batch sizes."""
+        for name in names:
+            found = [row.accepted_by_depth for row in self.rows if row.system == name]
+            mean = [float(np.mean([x[j] if j < len(x) else 0.0 for x in found])) for j in range(max(map(len, found)))]
+            axis.plot(range(1, len(mean) + 1), mean, marker=".", label=name)
+        axis.set(xlabel="drafts accepted, at least", ylabel="share of rounds", xlim=(1, None), ylim=(0, 1))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(color="0.9")
+        if 0 < len(names) <= 20:                # colours repeat after 10
+            axis.legend(loc="upper right", ncols=1 + len(names) // 8, fontsize="small", frameon=False)
+
+
+def _by_depth(stats: Sequence[Any], rounds: int) -> tuple[float, ...]:
+    """Returns the share of rounds in which at least 1, 2, ... drafts were accepted, up to the last that ever was."""
+    widest = max(s.histogram.shape[1] for s in stats)
+    counts = sum(np.pad(s.histogram.sum(0), (0, widest - s.histogram.shape[1])) for s in stats)
+    return tuple(float(x) for x in np.trim_zeros(counts[::-1].cumsum()[::-1][2:], "b") / rounds)
 
 
 def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str | Task] = tuple(TASKS),
@@ -372,7 +395,7 @@ class _Cell:
         length = 1 + total("accepted") / rounds
         row = dataclasses.replace(
             row, tokens=tokens, forwards=total("forwards"), mean_accepted_length=length,
-            tokens_per_forward=tokens / rounds,
+            tokens_per_forward=tokens / rounds, accepted_by_depth=_by_depth(stats, rounds),
             copied=float(np.mean([copied(p, n) for p, n in zip(self.prompts, new, strict=True)])),
             repeated=float(np.mean([copied(p, n, own=True) for p, n in zip(self.prompts, new, strict=True)])))
         if guarantee == "seed-exact" and name != PLAIN:

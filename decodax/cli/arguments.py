@@ -84,8 +84,9 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
                    help="methods, see decodax list algorithms; all: every one that needs no samples")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
-    p.add_argument("--draft", default=DRAFT, metavar="NAME_OR_PATH",
-                   help=f"the smaller model, for systems that need one: {MODEL} (default: {DRAFT})")
+    p.add_argument("--draft", nargs="+", default=[DRAFT], metavar="NAME_OR_PATH",
+                   help=f"the smaller model, for systems that need one: {MODEL} (default: {DRAFT}); and any number of "
+                   "trained drafters, each for the system that it was trained for (default: the shipped ones)")
     asked = p.add_mutually_exclusive_group()
     asked.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
                        help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from decodax import __version__
 from decodax.cli import generation
 from decodax.cli.arguments import TASKS, parser
-from decodax.cli.common import UsageError, keep_programs, naming_the_argument, table
+from decodax.cli.common import DRAFT, UsageError, keep_programs, naming_the_argument, table
 
 if TYPE_CHECKING:
     from decodax.bench.compare import Comparison, Contender
@@ -116,15 +116,19 @@ def compare(args: argparse.Namespace) -> None:
     from decodax.common.registry import ALGORITHMS
 
     with naming_the_argument():
-        chosen = systems_of(args.names, args.model)
+        models, trained = parted(args.draft)
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
     lm = dx.load(args.model)
+    with naming_the_argument():
+        drafters = {one.system: one for one in (dx.load_drafter(path, lm) for path in trained)}
+        chosen = systems_of(args.names, args.model, drafters)
     needed = any(ALGORITHMS[name].takes_draft for name, _ in chosen.values())
-    draft = dx.load(args.draft) if needed else None
+    draft = dx.load(models[0] if models else DRAFT) if needed or (models and args.draft != [DRAFT]) else None
     shown = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with naming_the_argument():
-        contenders = {given: contender_of(name, options, lm, draft) for given, (name, options) in chosen.items()}
+        contenders = {given: contender_of(name, options, lm, draft, drafters)
+                      for given, (name, options) in chosen.items()}
         with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
             runs = bar.add_task("", total=None)
             report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
@@ -132,13 +136,16 @@ def compare(args: argparse.Namespace) -> None:
             tasks = tasks or [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
-                        draft=draft.name if draft else None, report=report)
+                        draft=" and ".join(one.name for one in (draft, *drafters.values()) if one) or None,
+                        report=report)
     predicted = None
     if args.on:
-        from decodax.bench.plan.predict import predict, share
+        from decodax.bench.plan.predict import Trained, predict, share
+        made = {given: one(args.batch[0]) if callable(one) else one for given, one in contenders.items()}
         with naming_the_argument():
+            beside = {given: cost for given, one in made.items() if (cost := Trained.of(lm, one))}
             predicted = predict(found, chosen, args.on, args.as_model, capacity=args.capacity,
-                                draft_share=share(lm, draft))
+                                draft_share=share(lm, draft), trained=beside)
     _show(found, args, predicted)
 
 
@@ -186,10 +193,25 @@ def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Nam
     print("\n".join(["", *(f"assumed: {line}" for line in assumed)]))
 
 
-def systems_of(names: Sequence[str], model: str) -> dict[str, tuple[str, dict[str, Any]]]:
+def parted(drafts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns which of the arguments of `--draft` are models, and which are trained drafters.
+
+    Raises:
+        ValueError: several are models.
+    """
+    from decodax.io.drafters import is_drafter
+
+    models = [path for path in drafts if not is_drafter(path)]
+    if len(models) > 1:
+        raise ValueError(f"draft: got the models {' and '.join(models)}, takes one, and any number of trained drafters")
+    return models, [path for path in drafts if is_drafter(path)]
+
+
+def systems_of(names: Sequence[str], model: str, drafters: Mapping[str, Any] = {}
+               ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns the method and its options for each `NAME[:OPTION=VALUE,...]`. "all" is every method that is measured
-    against plain decoding, under one of its names; of those with a trained drafter, those that have a shipped one for
-    the model with the name `model`, and none of those with a tuned draft model."""
+    against plain decoding, under one of its names; of those with a trained drafter, those in `drafters` and those that
+    have a shipped one for the model with the name `model`, and none of those with a tuned draft model."""
     from decodax.common.registry import ALGORITHMS
     from decodax.io.drafters import shipped_drafter
 
@@ -197,17 +219,33 @@ def systems_of(names: Sequence[str], model: str) -> dict[str, tuple[str, dict[st
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
              and entry.family != "search" and "diffusion" not in entry.needs
              and entry.needs != "a tuned draft model"
-             and (not entry.takes_drafter or shipped_drafter(name, model))]
+             and (not entry.takes_drafter or name in drafters or shipped_drafter(name, model))]
     return {given: ALGORITHMS.parse(given) for name in names for given in (every if name == "all" else [name])}
 
 
-def contender_of(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
+def contender_of(name: str, options: dict[str, Any], lm: LM, draft: LM | None,
+                 drafters: Mapping[str, Any] = {}) -> Contender:
     """Returns the algorithm of a method; if the method has an option for the batch size, a function of the batch size
-    that makes it."""
+    that makes it.
+
+    Args:
+        name: the method.
+        options: its options.
+        lm: the model.
+        draft: the draft model.
+        drafters: trained drafters by the methods that they were trained for. A method that takes either drafts with
+            the first of them, else with `draft`.
+    """
     from decodax.common.registry import ALGORITHMS
 
     entry = ALGORITHMS[name]
-    build = functools.partial(ALGORITHMS.make, name, lm, draft if entry.takes_draft else None, **options)
+    if entry.takes_drafter:
+        own: Any = drafters.get(entry.drafter or entry.alias_of or name)
+    elif entry.takes_draft:
+        own = draft
+    else:
+        own = next(iter(drafters.values()), draft) if entry.may_draft else None
+    build = functools.partial(ALGORITHMS.make, name, lm, own, **options)
     return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
 
 

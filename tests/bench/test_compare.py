@@ -105,8 +105,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         tokens = np.tile(np.arange(8, dtype=np.int32), (B, 1))
         tokens[:, -1] += fake.off
         row = lambda n: np.full(B, n)
+        histogram = np.zeros((B, 3), int)
+        histogram[:, 1 + fake.accepted] = 4
         stats = Statistics(forwards=4, prefill_forwards=1, rounds=row(4), tokens=row(8), drafted=row(4),
-                           accepted=row(4 * fake.accepted), histogram=np.zeros((B, 3), int),
+                           accepted=row(4 * fake.accepted), histogram=histogram,
                            seconds=fake.seconds[made.count(algorithm) - 1], prefill_seconds=0.0)
         return Result(tokens, row(8), [Status.LENGTH] * B, None, None, stats)
 
@@ -125,6 +127,7 @@ def test_figures_follow_their_definitions(calls: list[Any]) -> None:
     assert (row.mean_accepted_length, row.tokens_per_forward) == (2.0, 2.0)
     assert (row.speedup, row.spread, row.tokens_per_second) == (2.0, (1.0, 4.0), 32.0)
     assert (row.overhead, row.equal) == (0.0, 1.0)                # 2 / 2 - 1
+    assert (row.accepted_by_depth, plain.accepted_by_depth) == ((1.0,), ())
     assert (plain.speedup, plain.overhead, plain.mean_accepted_length) == (1.0, 0.0, 1.0)
 
 
@@ -211,6 +214,7 @@ def test_the_plot_has_both_panels_and_a_mark_for_each_cell(calls: list[Any], tmp
     (["compare", "prompt-lookup:3"], "takes NAME:OPTION=VALUE"),
     (["compare", "prompt-lookup:length=0"], "length: got 0"),
     (["compare", "prompt-lookup", "--batch", "0"], "batch: got 0"),
+    (["compare", "automatic", "--draft", "a", "pycode-eagle-3", "b"], "draft: got the models a and b, takes one"),
     (["compare", "prompt-lookup", "--json", "absent/out.json"], "there is no such directory"),
 ])
 def test_wrong_usage_is_code_2(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
@@ -266,3 +270,14 @@ def test_a_system_that_depends_on_the_batch_size_is_made_for_each(monkeypatch: p
     assert contender(8) == (8, 3)
     assert cli.contender_of("sized", {"batch": 4}, LM, None) == (4, 2)
     assert "autoregressive" not in cli.systems_of(["all"], "pycode")
+
+
+def test_each_method_gets_the_drafter_that_was_trained_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = {"medusa": "a trained drafter", "plain-drafts": "a draft model", "either": "a model"}
+    for name, needs in takes.items():
+        make = (lambda lm, draft: (lm, draft)) if name != "either" else (lambda lm, draft=None: (lm, draft))
+        entry: Any = Entry("algorithms", name, make, "", "", "", needs=needs, guarantee="seed-exact")  # type: ignore[arg-type]
+        monkeypatch.setitem(ALGORITHMS, name, entry)
+    drafters = {"hydra": "H", "medusa": "M"}
+    made = {name: cli.contender_of(name, {}, LM, "small", drafters) for name in takes}       # type: ignore[arg-type]
+    assert made == {"medusa": (LM, "M"), "plain-drafts": (LM, "small"), "either": (LM, "H")}

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 
 from decodax import algorithms
+from decodax.algorithms.speculative.heads.source import TrainedHead
 from decodax.bench.compare import PLAIN, Comparison
 from decodax.bench.plan.front import Plan, plan
 from decodax.common.axes import by_axes
 from decodax.common.registry import ALGORITHMS
 from decodax.io.load import LM
+from decodax.models.drafters.block import BlockHead
 
 COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "drafting", "speedup")
 
@@ -61,14 +63,14 @@ class Prediction:
 
 
 def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]], topology: str, model: str | LM,
-            *, capacity: int = 4096, draft_share: float | None = None, **options: Any
-            ) -> tuple[list[Prediction], list[str]]:
+            *, capacity: int = 4096, draft_share: float | None = None, trained: Mapping[str, Trained] = {},
+            **options: Any) -> tuple[list[Prediction], list[str]]:
     """Predicts speedups over plain decoding of a large model on a slice, from tokens per forward pass that were
     measured here with a small model.
 
     The tokens per forward pass are assumed to be the same. A round costs the lower bound of `decodax.bench.plan.plan`
     for its number of tokens, on the mesh on which plain decoding costs least. A draft model costs `draft_share` of a
-    plain round for each token of the window after the first.
+    plain round for each token of the window after the first, a trained drafter its own share for each of its passes.
 
     Args:
         found: the measurements.
@@ -77,6 +79,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
         model: the large model, as in `decodax.bench.plan.plan`.
         capacity: the number of tokens of each row.
         draft_share: bytes of the draft model relative to those of the model.
+        trained: by contender, the costs of a trained drafter.
         options: further arguments of `plan`: weights, dtype, cache.
 
     Returns:
@@ -102,21 +105,25 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
         if not base.fits:
             out.append(dataclasses.replace(own, reason=f"{row.batch} rows do not fit"))
             continue
-        if not entry.takes_draft and entry.needs != "nothing":
+        own_drafter = trained.get(row.system)
+        if not entry.takes_draft and entry.needs != "nothing" and own_drafter is None:
             out.append(dataclasses.replace(own, reason=f"needs {entry.needs}, so the cost of its drafts is unknown"))
             continue
         if entry.takes_draft and draft_share is None:
             out.append(dataclasses.replace(own, reason="the draft model's share of the bytes is unknown"))
             continue
         try:
-            alg = algorithms.make(name, lm, lm if entry.takes_draft else None,
-                         **({"batch": row.batch} if "batch" in entry.options else {}), **given)
+            alg: Any = f"prompt-lookup:length={own_drafter.width - 1}" if own_drafter else algorithms.make(
+                name, lm, lm if entry.takes_draft else None,
+                **({"batch": row.batch} if "batch" in entry.options else {}), **given)
             there = plan(lm, topology, batch=row.batch, capacity=capacity, mesh=[base.mesh], compile=False,
                          algorithm=alg, **options)[0]
         except (ValueError, TypeError) as error:
             out.append(dataclasses.replace(own, reason=f"cannot be counted from shapes ({error})"))
             continue
         drafting = base.seconds * (draft_share or 0.0) * (there.width - 1) if entry.takes_draft else 0.0
+        if own_drafter is not None:
+            drafting = base.seconds * own_drafter.share * own_drafter.passes
         out.append(dataclasses.replace(own, tokens=row.tokens_per_forward, width=there.width, plain=base.seconds,
                                        round=there.seconds, drafting=drafting))
     device = next(iter(bases.values())).slice.device if bases else None
@@ -127,11 +134,42 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
     if draft_share is not None:
         said.append(f"a draft model's step costs {draft_share:.3f} of a plain round, which is the draft's share of the "
                     "model's bytes here, and each token of the window but the first takes one step")
+    said += [f"a pass of the drafter of {name} costs {one.share:.3f} of a plain round, its share of the model's bytes "
+             f"here; a round has {one.passes} of them and scores {one.width} tokens" for name, one in trained.items()]
     if device is not None:
         said.append(f"{device.name}: {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s "
                     f"({device.source})")
     said += [f"batch {batch}: mesh {by_axes(base.mesh)}" for batch, base in bases.items()]
     return out, said
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a trained drafter costs beside the model that it was trained for.
+
+    Attributes:
+        share: bytes that a pass reads, its own weights and perhaps the model's vocabulary matrix, relative to those of
+            the model.
+        passes: number of passes in a round.
+        width: number of tokens that the model scores in a round.
+    """
+
+    share: float
+    passes: int
+    width: int
+
+    @classmethod
+    def of(cls, lm: LM, algorithm: Any, capacity: int = 256) -> Trained | None:
+        """Returns the costs of an algorithm's drafter beside `lm`, or None if it drafts in another way."""
+        draft = getattr(algorithm, "draft", None)
+        source = draft if isinstance(draft, TrainedHead) else getattr(draft, "source", None)
+        if not isinstance(source, TrainedHead):
+            return None
+        round_ = plan(lm, "v5e:1x1", batch=1, capacity=capacity, compile=False, algorithm=algorithm)[0]
+        table = 0 if source.head.own_head else lm.vocab_size * source.head.target_width
+        size = sum(x.size for x in jax.tree.leaves(source.weights.head)) + table
+        whole = sum(math.prod(x.shape) for x in jax.tree.leaves(lm.params))
+        return cls(size / whole, 1 if isinstance(source.head, BlockHead) else algorithm.traits.emits - 1, round_.width)
 
 
 def share(lm: LM, draft: LM | None) -> float | None:

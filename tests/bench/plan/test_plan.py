@@ -13,7 +13,7 @@ from decodax.bench.plan import DEVICES, PRESETS, SLICES, Slice, abstract, meshes
 from decodax.bench.plan import front as front_module
 from decodax.bench.plan.aot import skipped
 from decodax.bench.plan.count import blocks_of_experts, setup
-from decodax.bench.plan.predict import predict, share
+from decodax.bench.plan.predict import Trained, predict, share
 from decodax.bench.report import parse
 from decodax.cli import main
 from tests.extending.pages import DOCS
@@ -245,6 +245,9 @@ def test_predictions():
     assert drafts.speedup == pytest.approx(2 * plain.seconds / (window.seconds + 4 * 0.1 * plain.seconds))
     assert layers.speedup is None and "the cost of its drafts" in layers.reason and broken.reason == "broke"
     assert any("mesh 1x8" in line for line in said) and len(lookup.cells()) == len(layers.cells())
+    head, _ = predict(Comparison([rows[0], dataclasses.replace(rows[1], system="eagle-3")], {}), {"eagle-3": (
+        "eagle-3", {})}, "v5e:2x4", "llama-3-8b", trained={"eagle-3": Trained(0.05, 3, 5)})
+    assert head[0].speedup == pytest.approx(2 * plain.seconds / (window.seconds + 3 * 0.05 * plain.seconds))
     few = dataclasses.replace(abstract("llama-3-8b"), params={"a": jax.ShapeDtypeStruct((10,), "float32")})
     assert share(abstract("llama-3-8b"), few) == pytest.approx(40 / 16.06e9, rel=1e-3) and share(few, None) is None
 
