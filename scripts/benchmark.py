@@ -26,7 +26,7 @@ from pathlib import Path
 import commands
 from commands import Command
 
-PARTS = ("batch", "capacity", "window", "overhead", "lookup", "draft", "automatic", "cold")
+PARTS = ("batch", "capacity", "window", "overhead", "lookup", "draft", "heads", "automatic", "cold")
 FORMS = ("dense", "int8", "pages", "prefix", "weights")
 POLICIES = ("snapkv:budget=512", "knorm:budget=512,skip_layers=()", "h2o:budget=512", "adakv:budget=512")
 some = lambda default, choices: dict(default=default, nargs="+", choices=choices)

@@ -28,16 +28,18 @@ from jax import Array, lax
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, measure, trees
 from decodax.algorithms.speculative.drafts import PromptLookup
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.bench.figures import show_table
 from decodax.bench.timing import Times, in_turn, median, ratio, seconds
 from decodax.core import drivers
-from decodax.core.types import Params
+from decodax.core.types import Params, embeddings, logits_of
 from decodax.core.window import causal
 from decodax.io.load import load
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from decodax.sampling.draw import first_argmax
+from decodax.train.drafting.systems import SYSTEMS
 
 SHAPE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
              intermediate_size=2048, vocab_size=32000, max_position_embeddings=8192, tie_word_embeddings=False)
@@ -108,6 +110,17 @@ class Rounds:
 
         return timed
 
+    def bare_head(self, head: Any, batch: int, width: int, size: int = 256) -> Timed:
+        """Returns a timer of a loop that runs a trained head on `width` pairs, takes an argmax and commits them."""
+        def timed() -> float:
+            _, s = self.begin(Autoregressive(), batch, size, self.new)
+            cache = head.init_cache(batch, size, jnp.float32)
+            args = (self.params, s.newest, s.length - 1, cache, jnp.int32(self.new))
+            jax.block_until_ready(args)
+            return seconds(lambda: jax.block_until_ready(_bare_head(self.model, head, width, *args)))() / self.new * 1e3
+
+        return timed
+
     def bandwidth(self, spent: Times, side: str, batch: int = 1) -> tuple[float, str]:
         """Returns the share of the machine's read bandwidth that a side reaches, and both bandwidths as text.
 
@@ -132,6 +145,27 @@ def _bare(model: Transformer, width: int, params: Any, token: Array, length: Arr
         return i + 1, token, length + 1, cache.commit(out.entries, slots)
 
     return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.int32(0), token, length, cache))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _bare_head(model: Transformer, head: Any, width: int, params: Params, token: Array, length: Array, cache: Any,
+               rounds: Array) -> Any:
+    weights, taps = params.draft.head, max(len(head.taps), 1)
+
+    def body(carry: Any) -> Any:
+        i, token, length, cache, state = carry
+        pairs = causal(jnp.repeat(token[:, None], width, 1), length)
+        if width > 1:               # verified tokens, whose states come from the target's features
+            features = jnp.broadcast_to(state[:, :1, :1], (*pairs.tokens.shape, taps * head.target_width))
+            state = head.enter(weights, features)
+        step = head.step(weights, pairs.tokens, lambda x: embeddings(model, params.target, x), state, pairs.positions,
+                         0, lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, pairs, **options))
+        logits = head.logits(weights, step.hidden[:, -1:], 0, lambda x: logits_of(model, params.target, x))
+        return (i + 1, first_argmax(logits[:, 0]), length + 1, cache.commit(step.entries, pairs.positions),
+                step.state[:, :width])
+
+    state = jnp.zeros((len(token), width, head.state_width))
+    return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.int32(0), token, length, cache, state))
 
 
 class Bench(Rounds):
@@ -227,6 +261,27 @@ class Bench(Rounds):
             times["parts"] = (np.array(times["verify"]) + K * np.array(times["draft"])).tolist()
             rows.append(row(f"a round of {K} drafts by a small model against its {K} forwards and the verifying one, "
                             f"batch {batch}", times, "round", "parts", "at most 1.10"))
+        return rows
+
+    def heads(self) -> list[dict[str, Any]]:
+        """A round with a trained head against its forwards and the verifying forward, each bare. The weights of the
+        heads are random; EAGLE-3's has logits for a quarter of the tokens."""
+        rows = []
+        for name, drafted in (("eagle-3", 4), ("mtp", 3)):
+            ids = jnp.arange(0, self.vocab, 4) if name == "eagle-3" else None
+            head: Any = SYSTEMS["fastmtp" if name == "mtp" else name].head(
+                self.model.config, self.vocab if ids is None else ids.size)
+            weights = HeadWeights(head.init_params(jax.random.key(0)), ids)
+            both = Rounds(self.model, self.params.replace(draft=weights), self.new)
+            alg = Speculative(TrainedHead(self.model, head, weights), shape=trees.Chain(drafted))
+            for batch in (1, 8):
+                times = self.times(round=both.decode(batch, alg=alg), verify=self.bare(batch, drafted + 1),
+                                   pairs=both.bare_head(head, batch, drafted + 1), draft=both.bare_head(head, batch, 1))
+                times["parts"] = (np.array(times["verify"]) + np.array(times["pairs"])
+                                  + (drafted - 1) * np.array(times["draft"])).tolist()
+                rows.append(row(f"a round of {drafted} drafts by the head of {name} against its forwards, one for the "
+                                f"verified tokens and {drafted - 1} for drafts, and the verifying one, batch {batch}",
+                                times, "round", "parts", "at most 1.15"))
         return rows
 
     def automatic(self) -> list[dict[str, Any]]:
