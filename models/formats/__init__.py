@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from decodax.common import registry
 from decodax.models.formats.format import Format, ModelFormat, kernels
@@ -23,11 +24,11 @@ from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
-from decodax.models.weight_source import kernel_of
+from decodax.models.weight_source import kernel_of, nested
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
            "ModelFormat", "Mxfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",
-           "read_format"]
+           "read_format", "unpacked"]
 
 for _name, _make, *_paper in (
         ("int8", Int8, "", "", "8-bit integers with one scale for each output"),
@@ -118,3 +119,19 @@ def pack(params: Any, weights: str | Format) -> Any:
     chosen, leaves = {path for path in kernels(params) if own.packs(path)}, flatten(params)
     made = [packed(kernel_of(path, leaf)) if path in chosen else leaf for path, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(params), made)
+
+
+def unpacked(params: Any, dtype: Any = "float32") -> Any:
+    """Returns weights with arrays of `dtype` in place of packed kernels, in the layout of `Transformer.init_params`.
+    They can be trained; their products are those of the packed kernels up to rounding.
+
+    Args:
+        params: weights, of which some are packed.
+        dtype: dtype of the arrays.
+    """
+    def one(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Packed):
+            return leaf
+        return leaf.values(dtype) if path == "embed" else jnp.swapaxes(leaf.values(dtype), -1, -2)
+
+    return nested({path: one(path, leaf) for path, leaf in flatten(params).items()})

@@ -31,7 +31,7 @@ from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_toke
 from decodax.train.loop import TrainingRun
 from decodax.train.tuning import read_examples
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, target_of
 
 EVAL_WINDOWS = 24
 """Held-out windows of an evaluation."""
@@ -133,7 +133,7 @@ def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    lm = dx.load(options.target, dtype="float32", weights=options.target_weights)
+    lm = target_of(options)
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     text = examples(lm, options.data) if options.data else source_code(lm, options.corpus)
     own = SYSTEMS[options.system]

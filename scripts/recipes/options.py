@@ -122,9 +122,8 @@ class Options:
                                     "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
-    target_weights: str | None = _option("how the target's weights are kept; float32 widens packed ones, which trains "
-                                         "faster on a CPU and lets a drafter begin with some of them (default: as its "
-                                         "files have them)", only="drafter tune")
+    widen: bool = _option("use arrays in place of the packed weights of the target, such as those of a GGUF file",
+                          False, "drafter tune")
     layer_dropout: float = _option("layerskip: largest probability of leaving out a layer, that of the last", 0.1,
                                    "tune")
     exit_scale: float = _option("layerskip: weight of early exits relative to the last layer", 0.2, "tune")

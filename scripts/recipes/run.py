@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import os
@@ -17,7 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+import decodax as dx
 from decodax.models import Transformer
+from decodax.models.formats import unpacked
 from decodax.train import loop
 from decodax.train.export import export_model, hardware, model_card
 from recipes.options import Options
@@ -46,6 +49,12 @@ class Recipe:
     shardings: Tree | None = None
     decay_pace: float = 1.0
     rounded: bool = True
+
+
+def target_of(options: Options) -> Any:
+    """Returns the loaded model `options.target` in float32, with arrays in place of packed weights for `widen`."""
+    lm = dx.load(options.target, dtype="float32")
+    return dataclasses.replace(lm, params=unpacked(lm.params)) if options.widen else lm
 
 
 def publish(target: Path, name: str, model: Transformer, shipped: Tree, tokenizer: Tokenizer, facts: dict[str, Any],

@@ -37,7 +37,7 @@ from decodax.train.tuning import (
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, target_of
 
 EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
@@ -91,7 +91,7 @@ def checked(lm: Any) -> Any:
     packed = lambda x: isinstance(x, Packed)
     if any(map(packed, jax.tree.leaves(lm.params, is_leaf=packed))):
         raise ValueError(f"target: got {lm.name!r} with packed weights; takes a model whose weights are arrays "
-                         "(--target-weights float32)")
+                         "(--widen)")
     return lm
 
 
@@ -141,7 +141,7 @@ def objective_of(options: Options, lm: Any) -> Objective:
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    lm = checked(dx.load(options.target, dtype="float32", weights=options.target_weights))
+    lm = checked(target_of(options))
     network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
     rows = ExampleRows.of(read_examples([Path(file) for file in options.data], lm), length)
     if rows.cut:

@@ -61,6 +61,19 @@ def test_the_largest_weight_of_a_scale_is_kept_and_zeros_stay(name: str) -> None
     np.testing.assert_allclose(whole(FORMATS[name].pack(w)), np.asarray(w).T, rtol=1e-6)
 
 
+def test_packed_weights_become_arrays_with_the_same_products() -> None:
+    model = Transformer(llama(vocab=48, width=32, layers=1, heads=2, kv_heads=1, mlp=64, context=32, tied=True))
+    params, tokens = model.init_params(jax.random.key(0)), jnp.arange(8)[None]
+    packed = pack(params, "int8")
+    arrays = formats.unpacked(packed)
+    assert jax.tree.map(jnp.shape, arrays) == jax.tree.map(jnp.shape, params)
+    np.testing.assert_allclose(model.forward(arrays, tokens), model.forward(packed, tokens), atol=2e-5)
+    experts = {"up": FORMATS["int8"].pack(kernel(32, 7, 3)), "bias": jnp.ones(7)}
+    found = formats.unpacked(experts)
+    assert found["up"].shape == (3, 32, 7) and found["bias"] is experts["bias"]
+    np.testing.assert_allclose(found["up"], whole(experts["up"]).swapaxes(1, 2), rtol=1e-6)
+
+
 def test_groups_have_scales_of_their_own() -> None:
     w = jnp.concatenate([kernel(64, 5), 1000 * kernel(64, 5)])
     error = np.abs(whole(Int4(group=64).pack(w)) - np.asarray(w).T)
