@@ -1,6 +1,6 @@
 """Drafters for speculative decoding, trained beside a target that does not change.
 
-The text is Python source, or examples (`--data`), such as chats that the target answered in `decodax batch`. The
+The text is Python source, examples (`--data`), or chats that the target writes itself (`--own-chats`). The
 target's distribution at each position is what the drafter learns, so the text need not be the target's own.
 """
 
@@ -29,6 +29,7 @@ from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
+from decodax.train.own_chats import write_chats
 from decodax.train.tuning import read_examples
 from recipes.options import Options
 from recipes.run import Recipe, target_of
@@ -135,7 +136,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     """Returns the recipe for `recipes.run.train`."""
     lm = target_of(options)
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
-    text = examples(lm, options.data) if options.data else source_code(lm, options.corpus)
+    files = list(options.data)
+    if options.own_chats:
+        assert options.output is not None
+        files.append(str(options.output / "chats.jsonl"))
+        write_chats(lm, Path(files[-1]), options.own_chats, seed=options.seed, report=lambda done: console.print(
+            f"{done:,} of {options.own_chats:,} chats in {files[-1]}", soft_wrap=True))
+    text = examples(lm, files) if files else source_code(lm, options.corpus)
     own = SYSTEMS[options.system]
     count = options.draft_vocab or (None if own.share == 1 else int(own.share * lm.model.config.vocab))
     ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)

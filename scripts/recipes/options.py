@@ -122,6 +122,8 @@ class Options:
                                     "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
+    own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
+                                    None, "drafter", metavar="N")
     widen: bool = _option("use arrays in place of the packed weights of the target, such as those of a GGUF file",
                           False, "drafter tune")
     layer_dropout: float = _option("layerskip: largest probability of leaving out a layer, that of the last", 0.1,

@@ -8,6 +8,7 @@ import shutil
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from rich.console import Console
 
 import decodax as dx
 from decodax.train.drafting.systems import SYSTEMS
+from decodax.train.own_chats import question_prompt, write_chats
 from recipes import run as program
 from recipes.drafter import examples
 from recipes.options import PRESETS, Options
@@ -87,6 +89,20 @@ def test_a_chat_and_what_the_target_answered_are_an_example(options: Options, tm
     assert text.prompts == [prompt] and text.stops
     assert text.held.tolist() == [*prompt, *lm.tokenizer.encode("That.", add_special_tokens=False), end]
     assert text.train[:len(prompt)].tolist() == prompt and np.sum(text.train == end) == 19
+
+
+def test_a_target_writes_chats_and_goes_on_after_a_kill(lm: dx.LM, tmp_path: Path) -> None:
+    prompt = question_prompt(lm)
+    assert lm.tokenizer is not None and lm.tokenizer.decode(prompt).endswith("user>")
+    both = [tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"]
+    size: dict[str, Any] = dict(question=24, answer=4)     # random weights end one text in 375 tokens
+    write_chats(lm, both[0], 128, **size)
+    write_chats(lm, both[1], 64, **size)
+    write_chats(lm, both[1], 128, **size)
+    whole, killed = (path.read_text().splitlines() for path in both)
+    assert whole == killed and 0 < len(whole) < 128
+    asked = [json.loads(line)["messages"][0]["content"] for line in whole]
+    assert len(set(asked)) == len(asked) and examples(lm, [str(both[0])]).prompts
 
 
 @pytest.mark.wide
