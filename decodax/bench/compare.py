@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from decodax.algorithms.plain import Autoregressive
+from decodax.bench.plot import draw
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.algorithm import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
@@ -167,59 +168,13 @@ class Comparison:
         return "\n\n".join(parts) + "\n"
 
     def plot(self, path: str | Path) -> None:
-        """Draws speedup and mean accepted length in two panels, with one line for each system and one marker for each
-        task and batch size, and in a third the share of rounds that accept 1, 2, ... drafts, over all tasks.
+        """Draws the figures of all methods, see `decodax.bench.plot.draw`.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        from matplotlib.figure import Figure
-
-        names = list(dict.fromkeys(row.system for row in self.rows
-                                   if row.system != PLAIN and row.mean_accepted_length is not None))
-        tasks = list(dict.fromkeys(row.task for row in self.rows))
-        figure = Figure(figsize=(11, 4.9 + 0.34 * max(len(names), 1)), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=(1.9 + 0.34 * max(len(names), 1), 3.0))
-        left, right = above.subplots(1, 2, sharey=True)
-        for i, ((task, batch), rows) in enumerate(cells := self.cells.items()):
-            offset = 0.6 * ((i + 0.5) / len(cells) - 0.5)       # the markers of one system lie below each other
-            style: dict[str, Any] = dict(
-                color=f"C{tasks.index(task)}", marker="osD^v"[sorted({b for _, b in self.cells}).index(batch) % 5],
-                linestyle="", markersize=5, capsize=2)
-            rows = [row for row in rows if row.system != PLAIN and row.mean_accepted_length is not None]
-            timed = [row for row in rows if row.speedup is not None and row.spread is not None]
-            middle = np.array([row.speedup for row in timed], float)
-            ends = np.array([row.spread for row in timed], float).reshape(-1, 2)
-            left.errorbar(middle, [names.index(row.system) + offset for row in timed], label=f"{task}, batch {batch}",
-                          xerr=(middle - ends[:, 0], ends[:, 1] - middle), **style)
-            right.errorbar([row.mean_accepted_length for row in rows],
-                           [names.index(row.system) + offset for row in rows], **style)
-        for axis, label in ((left, "speedup: tokens/s over plain decoding's (median, lowest to highest)"),
-                            (right, "mean accepted length: 1 + accepted drafts a round")):
-            axis.axvline(1.0, color="0.4", linewidth=1)
-            axis.set_xlabel(label)
-            axis.set_xlim(left=0)
-            axis.grid(axis="x", color="0.9")
-            axis.set_axisbelow(True)
-        left.set_yticks(range(len(names)), names)
-        left.set_ylim(max(len(names), 1) - 0.5, -0.5)
-        if cells:
-            above.legend(loc="outside upper center", ncols=min(len(cells), 3), frameon=False)
-        self._plot_depths(below.subplots(), names)
-        figure.supxlabel(self.setting(), fontsize="small", color="0.4")
-        figure.savefig(path, dpi=150)
-
-    def _plot_depths(self, axis: Any, names: list[str]) -> None:
-        """Draws the acceptance by depth of each system, averaged over tasks and batch sizes."""
-        for name in names:
-            found = [row.accepted_by_depth for row in self.rows if row.system == name]
-            mean = [float(np.mean([x[j] if j < len(x) else 0.0 for x in found])) for j in range(max(map(len, found)))]
-            axis.plot(range(1, len(mean) + 1), mean, marker=".", label=name)
-        axis.set(xlabel="drafts accepted, at least", ylabel="share of rounds", xlim=(1, None), ylim=(0, 1))
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(color="0.9")
-        if 0 < len(names) <= 20:                # colours repeat after 10
-            axis.legend(loc="upper right", ncols=1 + len(names) // 8, fontsize="small", frameon=False)
+        draw(path, {cell: [row for row in rows if row.system != PLAIN and row.mean_accepted_length is not None]
+                    for cell, rows in self.cells.items()}, self.setting())
 
 
 def _by_depth(stats: Sequence[Any], rounds: int) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import decodax as dx
 from decodax.train.drafting.systems import SYSTEMS
-from decodax.train.own_chats import question_prompt, write_chats
+from decodax.jobs.own_chats import question_prompt, write_chats
 from recipes import run as program
 from recipes.drafter import examples
 from recipes.options import PRESETS, Options
