@@ -62,7 +62,7 @@ def _depths(axis: Any, names: Sequence[str], rows: Sequence[Any]) -> None:
         found = [row.accepted_by_depth for row in rows if row.system == name]
         mean = [float(np.mean([x[j] if j < len(x) else 0.0 for x in found])) for j in range(max(map(len, found)))]
         axis.plot(range(1, len(mean) + 1), mean, marker=".", label=name)
-    axis.set(xlabel="drafts accepted, at least", ylabel="share of rounds", xlim=(1, None), ylim=(0, 1))
+    axis.set(xlabel="drafts accepted, at least", ylabel="share of rounds", xlim=(0.9, None), ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(color="0.9")
     if 0 < len(names) <= 20:                # colours repeat after 10

@@ -24,12 +24,12 @@ from decodax.algorithms.speculative.heads import drafting_source
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
+from decodax.jobs.own_chats import write_chats
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
-from decodax.jobs.own_chats import write_chats
 from decodax.train.tuning import read_examples
 from recipes.options import Options
 from recipes.run import Recipe, target_of

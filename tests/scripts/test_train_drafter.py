@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
-from decodax.train.drafting.systems import SYSTEMS
 from decodax.jobs.own_chats import question_prompt, write_chats
+from decodax.train.drafting.systems import SYSTEMS
 from recipes import run as program
 from recipes.drafter import examples
 from recipes.options import PRESETS, Options
