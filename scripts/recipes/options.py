@@ -172,8 +172,9 @@ class Options:
                                only="diffusion")
     block: int | None = _option("tokens of a block of block diffusion (0: masked diffusion over the whole sequence), "
                                 "or of Jacobi decoding for cllm", only="diffusion tune")
-    attention: str | None = _option("attention mask; causal-prefix is for set block decoding: causal text, followed by "
-                                    "a block of masks (default: block-causal with blocks, full without)",
+    attention: str | None = _option("attention mask; causal-prefix is for set block decoding, with --shift for SDLM: "
+                                    "causal text, followed by a block of masks (default: block-causal with blocks, "
+                                    "full without)",
                                     only="diffusion", choices=("full", "block-causal", "causal-prefix"))
     shift: bool = _option("logits predict the next position, as in autoregressive models", False, "diffusion")
     weights: tuple[str, ...] | None = _option("shares of tasks in a batch, where not 1", only="diffusion", nargs="*",
