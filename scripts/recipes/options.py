@@ -45,7 +45,7 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "scheduled-sampling": dict(answers=256)}
+    "lud": {}, "scheduled-sampling": dict(answers=256)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -115,7 +115,8 @@ class Options:
                                  choices=tuple(PRESETS["drafter"]))
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
-                                    "several tokens at masks (space); after the model's own tokens",
+                                    "several tokens at masks (space), or units at placeholders (lud); after the "
+                                    "model's own tokens",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
                                     "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
@@ -131,8 +132,9 @@ class Options:
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
-                               "replaces, or masks of space (default: 5)", only="diffusion tune")
-    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+                               "replaces, or masks of space and lud (default: 5)", only="diffusion tune")
+    mask: int | None = _option("space, lud: id of the mask token (default: the padding token)", None, "tune")
+    sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "

@@ -25,6 +25,7 @@ from decodax.train.tuning import (
     EarlyExitLoss,
     ExampleBatches,
     ExampleRows,
+    LexicalUnitLoss,
     NoisyLoss,
     ScheduledSamplingLoss,
     SemiAutoregressiveLoss,
@@ -33,6 +34,7 @@ from decodax.train.tuning import (
     collect_trajectories,
     losses_by_layer,
     read_examples,
+    sure_tokens,
 )
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
@@ -127,9 +129,9 @@ def objective_of(options: Options, lm: Any) -> Objective:
             return SortedLoss(network, options.depths or sorted_depths(network.depth), dtype)
         case "msn":
             return NoisyLoss(network, options.span or SPAN, dtype)
-        case "space":
-            return SemiAutoregressiveLoss(network, lm.pad if options.mask is None else options.mask,
-                                          options.span or SPAN, dtype=dtype)
+        case "space" | "lud":
+            kind = SemiAutoregressiveLoss if options.objective == "space" else LexicalUnitLoss
+            return kind(network, lm.pad if options.mask is None else options.mask, options.span or SPAN, dtype=dtype)
         case "scheduled-sampling":
             assert options.steps is not None
             return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
@@ -151,6 +153,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     exits, jacobi = options.objective in ("layerskip", "soft"), options.objective in ("cllm", "msn")
     batch, ways, end = options.batch or 8, mesh.shape["data"], tuple(i for i in lm.eos if isinstance(i, int))
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
+    if options.objective == "lud":
+        sure = sure_tokens(lm, used, options.sure)
+        console.print(f"{sure[used.learned].mean():.1%} of the tokens are sure (--sure {options.sure})")
+        batches = ExampleBatches((*used.arrays, sure), batch, options.seed)
     if options.objective == "scheduled-sampling":
         used = used[:options.answers or 256]
         own = own_answers(lm, used)
@@ -170,7 +176,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(step: int) -> Any:
         now = jax.random.fold_in(key, step)
         return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
-                "space": now}.get(str(options.objective))
+                "space": now, "lud": now}.get(str(options.objective))
 
     def losses(params: Any) -> np.ndarray:
         """Returns the held-out loss, of the exits after each layer or of the whole model."""

@@ -234,7 +234,7 @@ def test_a_model_of_next_sequences_verifies_its_own_masks(corpus, tmp_path):
     assert lm_.diffusion == Diffusion(512, shift=True, attention="causal-prefix", block=4)
     assert "(SDLM)" in (tmp_path / "model" / "README.md").read_text()
     decoded = [dx.generate(lm_, [[5, 9, 60, 81, 7, 3]], max_new_tokens=8, algorithm=f"sdlm:{options}", eos_token_id=[])
-               for options in ("threshold=1.0", "verify=true")]
+               for options in ("threshold=1.0", "self_speculative=true")]
     assert decoded[0].row(0).tolist() == decoded[1].row(0).tolist()
     for wrong in ({"stage": "filter", "init": str(tmp_path / "model")}, {"preset": "tiny", "block": 4}):
         with pytest.raises(ValueError, match="shift: got True with blocks"):

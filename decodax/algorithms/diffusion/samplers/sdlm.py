@@ -132,7 +132,7 @@ class MaskBlocks(PromptTokens):
 @ALGORITHMS.register("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025", family="blockwise-parallel",
                      needs="a diffusion model")
 def sdlm(lm: Any, size: Count | None = None, threshold: float = 0.9,
-         measure: Literal["confidence", "entropy"] = "confidence", verify: bool = False
+         measure: Literal["confidence", "entropy"] = "confidence", self_speculative: bool = False
          ) -> MaskedDiffusion | Speculative:
     """Predicts a few masks after a causal prefix and keeps the longest confident run of them.
 
@@ -147,13 +147,13 @@ def sdlm(lm: Any, size: Count | None = None, threshold: float = 0.9,
         threshold: tokens are kept with a probability above this, or with an entropy below this in nats, where the
             authors' code takes `1 - entropy / log(vocabulary)`.
         measure: "confidence" (probability) or "entropy".
-        verify: the self-speculative mode: tokens are kept if the model predicts them again, one after the other. The
-            output is that of one token a forward pass; `threshold` and `measure` have no effect. Forward passes are
-            wide: they have `size` tokens, and `size` more after each of them.
+        self_speculative: True: the self-speculative mode. Tokens are kept if the model predicts them again, one after
+            the other. The output is that of one token a forward pass; `threshold` and `measure` have no effect. Forward
+            passes are wide: they have `size` tokens, and `size` more after each of them.
     """
     adapter = Adapter.of(lm)
     size = size or lm.diffusion.block or 4
-    if verify:
+    if self_speculative:
         return Speculative(mask_blocks(lm, adapter, size), shape=Chain(size - 1))
     return MaskedDiffusion(adapter, Sliding(size), Position(), ConfidentPrefix(threshold, measure, strict=True),
                            caching=FusedCache() if adapter.attention.causal else NoCache())
@@ -166,9 +166,9 @@ def mask_blocks(lm: Any, adapter: Adapter, size: int) -> MaskBlocks:
         ValueError: another attention, or blocks without masks.
     """
     if not adapter.attention.causal or not adapter.shift:
-        raise ValueError(f"verify: got True for {adapter.attention}{' with shift' * adapter.shift}, takes it with "
-                         "causal-prefix attention and shift")
+        raise ValueError(f"self_speculative: got True for {adapter.attention}{' with shift' * adapter.shift}, takes it "
+                         "with causal-prefix attention and shift")
     if size < 2:
-        raise ValueError(f"size: got {size}, takes 2 or more with verify=True")
+        raise ValueError(f"size: got {size}, takes 2 or more with self_speculative=True")
     head = PromptTokensHead((), lm.vocab_size, width=0, heads=size - 1)
     return MaskBlocks(lm.model, head, HeadWeights({}), adapter=adapter)     # masks are tokens: nothing is trained apart
