@@ -1,6 +1,7 @@
 """Fine-tuning of any model on texts, or on pairs of prompts and targets, for decoding methods that need a tuned model.
 
-All weights change. The objectives are those of `decodax.train.tuning`.
+All weights change. The objectives are those of `decodax.train.tuning`; those for diffusion models are in
+`recipes.own_answers`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from decodax.train.tuning import (
 )
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
-from recipes.options import Options
+from recipes.options import OWN_ANSWERS, Options
+from recipes.own_answers import recipe as own_answers_recipe
 from recipes.run import Recipe
 
 EVERY, MOST = 20, 96
@@ -80,13 +82,15 @@ Figures before and after the training, {where}.
 """
 
 
-def checked(lm: Any) -> Any:
-    """Returns the model if all its weights can be trained.
+def checked(lm: Any, fills: bool = False) -> Any:
+    """Returns the model if all its weights can be trained. `fills` is True if it has to be one that fills masks.
 
     Raises:
         ValueError: another kind of model, or packed weights.
     """
-    if not isinstance(lm.model, Transformer) or lm.diffusion is not None:
+    if fills and (not isinstance(lm.model, Transformer) or lm.diffusion is None or lm.diffusion.mask is None):
+        raise ValueError(f"target: got {lm.name!r}, which fills no masks; takes a diffusion model with this objective")
+    if not fills and (not isinstance(lm.model, Transformer) or lm.diffusion is not None):
         raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}"
                          f"{'' if lm.diffusion is None else ' that fills masks'}; takes a decoder that reads from left "
                          "to right")
@@ -142,13 +146,19 @@ def objective_of(options: Options, lm: Any) -> Objective:
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    lm = checked(dx.load(options.target, dtype="float32"))
+    fills = options.objective in OWN_ANSWERS
+    if options.lora is not None and options.objective != "dparallel":
+        raise ValueError(f"lora: got {options.lora} with {options.objective}, takes None")
+    lm = checked(dx.load(options.target, dtype="float32"), fills)
     network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
     rows = ExampleRows.of(read_examples([Path(file) for file in options.data], lm), length)
     if rows.cut:
         console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
     out = np.arange(len(rows)) % EVERY == EVERY - 1
     used, held = (rows[~out], rows[out][:MOST]) if out.any() else (rows, rows[:MOST])
+    if fills:
+        return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
+                                  mesh, console)
     objective, key = objective_of(options, lm), jax.random.key(options.seed)
     exits, jacobi = options.objective in ("layerskip", "soft"), options.objective in ("cllm", "msn")
     batch, ways, end = options.batch or 8, mesh.shape["data"], tuple(i for i in lm.eos if isinstance(i, int))

@@ -1,5 +1,5 @@
-"""Blocks of masks after a causal text: SDLM's self-speculative mode writes what the model predicts at the first place of
-its blocks, one token after the other, and LUD what it is sure of at placeholders."""
+"""Blocks of masks after a causal text: SDLM's self-speculative mode writes what the model predicts at the first place
+of its blocks, one token after the other, and LUD what it is sure of at placeholders."""
 
 import dataclasses
 import functools
@@ -99,5 +99,5 @@ def test_lud_is_for_models_that_read_from_left_to_right():
     with pytest.raises(ValueError, match="placeholder: got 16, takes an id below 16"):
         algorithms.make("lud", dx.LM(network, weights, VOCABULARY), placeholder=16)
     fills = dx.LM(network, weights, VOCABULARY, diffusion=Diffusion(MASK))
-    with pytest.raises(ValueError, match="algorithm: got MaskedDiffusion for .* fills masks"):
+    with pytest.raises(ValueError, match=r"algorithm: got MaskedDiffusion for .* fills masks"):
         dx.generate(fills, [[1, 2]], algorithm="lud:placeholder=0", max_new_tokens=2)

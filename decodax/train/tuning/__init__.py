@@ -11,5 +11,5 @@ from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
 __all__ = ["ConsistencyLoss", "EarlyExitLoss", "Example", "ExampleBatches", "ExampleRows",
-           "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SemiAutoregressiveLoss", "SortedLoss", "Trajectory",
-           "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples", "sure_tokens"]
+           "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SemiAutoregressiveLoss", "SortedLoss",
+           "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples", "sure_tokens"]

@@ -1,5 +1,5 @@
-"""Lexical unit decoding, LUD: several placeholders after an autoregressive text are predicted at once, and the sure ones
-are kept ("Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical Units for LLMs", Sun et al., 2024).
+"""Lexical unit decoding, LUD: several tokens after an autoregressive text are predicted at once, and the sure ones are
+kept ("Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical Units for LLMs", Sun et al., 2024).
 
 The model is an ordinary one that was tuned to predict the tokens of a unit, a run of tokens that it was sure of anyway,
 at placeholders. Attention is causal throughout. The last token and the placeholders after it predict the next tokens in
@@ -53,5 +53,5 @@ def lud(lm: Any, length: Count = 5, threshold: float = 0.9, placeholder: Whole |
     token = lm.pad if placeholder is None else placeholder
     if token >= lm.vocab_size:
         raise ValueError(f"placeholder: got {token}, takes an id below {lm.vocab_size}")
-    return MaskedDiffusion(Placeholders(token), Sliding(length + 1), Position(), ConfidentPrefix(threshold, strict=True),
-                           caching=FusedCache())
+    return MaskedDiffusion(Placeholders(token), Sliding(length + 1), Position(),
+                           ConfidentPrefix(threshold, strict=True), caching=FusedCache())
