@@ -83,7 +83,7 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
     """
     o, network, kind = options, lm.model, lm.diffusion
     md.check(kind)
-    length, count = o.length or 256, o.batch or 8
+    length, count = min(o.length or 256, network.trained_positions or 1 << 30), o.batch or 8
     canvas, key = length // 2, jax.random.key(o.seed)
     span = o.span or min(kind.block or 32, canvas)
     if canvas % span:

@@ -24,6 +24,7 @@ from decodax.train.loop import Objective, place_batch
 from decodax.train.tuning import (
     ConsistencyLoss,
     EarlyExitLoss,
+    Example,
     ExampleBatches,
     ExampleRows,
     LexicalUnitLoss,
@@ -151,7 +152,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         raise ValueError(f"lora: got {options.lora} with {options.objective}, takes None")
     lm = checked(dx.load(options.target, dtype="float32"), fills)
     network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
-    rows = ExampleRows.of(read_examples([Path(file) for file in options.data], lm), length)
+    examples = read_examples([Path(file) for file in options.data], lm)
+    if fills:       # of a target nothing is read, so it takes no room from its prompt
+        examples = [Example(x.tokens[:x.prompt + 1], x.prompt) if x.prompt else x for x in examples]
+    rows = ExampleRows.of(examples, length)
     if rows.cut:
         console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
     out = np.arange(len(rows)) % EVERY == EVERY - 1

@@ -125,7 +125,7 @@ def fills(options: Options) -> Options:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("rank", often([2], [None, 2]))
 def test_a_diffusion_model_becomes_surer_of_its_own_answers(fills: Options, rank: int | None, tmp_path: Path) -> None:
     own = replace(fills, lora=rank, peak=fills.peak if rank is None else 3e-2, output=tmp_path)
     program.train(own, console=QUIET)

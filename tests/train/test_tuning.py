@@ -12,6 +12,7 @@ import pytest
 import decodax as dx
 from decodax.train import sub_model
 from decodax.train.loop import adamw, update
+from decodax.train.lora import AdapterLoss
 from decodax.train.tuning import (
     ConsistencyLoss,
     EarlyExitLoss,
@@ -107,6 +108,17 @@ def test_msn_replaces_a_span_of_a_target_by_tokens_before_it():
     assert np.bincount(begins)[4:].min() > 60           # 100 are expected, with a deviation of 9
     short = np.asarray(noise(jax.random.key(0), BATCH[0], jnp.asarray(np.arange(9) == 8)[None].repeat(3, 0), 5))
     assert (short[:, :8] == TOKENS[:, :8]).all()
+
+
+@pytest.mark.wide
+def test_a_loss_of_an_adapter_is_that_of_the_weights_with_it():
+    objective, key = NoisyLoss(lm().model, 3), jax.random.key(2)
+    fresh = dx.adapters.init(lm().params, jax.random.key(0), 2)
+    made = jax.tree.map(lambda x: x + 0.3, fresh)
+    loss, slope = jax.jit(jax.value_and_grad(lambda a: AdapterLoss(objective)(a, BATCH, (key, lm().params))[0]))(made)
+    merged = dx.adapters.merge(lm().params, made)
+    assert float(loss) == pytest.approx(float(jax.jit(objective)(merged, BATCH, key)[0]), rel=1e-4)
+    assert jax.tree.structure(slope) == jax.tree.structure(fresh) and all(map(np.any, jax.tree.leaves(slope)))
 
 
 @pytest.mark.wide
