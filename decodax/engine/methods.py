@@ -8,6 +8,7 @@ import inspect
 import os
 from typing import Any
 
+from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.samplers.diffusion_gemma import diffusion_gemma
 from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.algorithms.plain import Autoregressive
@@ -142,17 +143,23 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     else:
         method = given
     hashable("algorithm", method.bare())
-    canvas, what = method.traits.canvas, type(method).__name__
+    canvas, what = method.traits.canvas and not _continues(method), type(method).__name__
     if canvas and lm.diffusion is None:
         raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
                          "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
                          "masks says so by LM(diffusion=...)")
     # behind a causal prefix such a model writes like any other, if its logits predict the next token
-    if not canvas and lm.diffusion is not None and not (lm.diffusion.attention == "causal-prefix"
+    if not canvas and lm.diffusion is not None and not (lm.diffusion.attention in ("causal-prefix", "causal")
                                                         and lm.diffusion.shift):
         raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
                          "a sampler of masked diffusion, such as decodax.algorithms.llada()")
     return method
+
+
+def _continues(method: Algorithm) -> bool:
+    """Returns True for a method on a canvas that continues texts with an ordinary causal model."""
+    adapter = getattr(method, "adapter", None)
+    return isinstance(adapter, Adapter) and adapter.autoregressive
 
 
 class _Same:

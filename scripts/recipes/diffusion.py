@@ -2,7 +2,7 @@
 
 A model may start from an autoregressive one (`--init`), which gets a mask token, as Dream and SDAR did. The stages use
 a model's own answers, to problems or as continuations of texts: certainty forcing, which makes it surer, and a filter
-for Learn2PD's decoding. `--attention causal-prefix` trains for set block decoding.
+for Learn2PD's decoding. `--attention causal-prefix` trains for set block decoding, and with `--shift` for SDLM.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
 from decodax.train.language_model import token_bytes
 from decodax.train.loop import TrainingRun
+from decodax.train.sdlm import NextSequence
 from recipes import problems
 from recipes.options import Options
 from recipes.run import Recipe, publish
@@ -60,6 +61,9 @@ SEES = {
 }
 """By attention: the loss, and who sees whom."""
 
+NEXT_SEQUENCE = ("cross-entropy of the tokens of a block, predicted at once (SDLM)", "causal; a block of a copy of the "
+                 "last token and masks, {block} positions, sees the text before it and itself")
+"""The same for a causal prefix with shift."""
 
 LENGTH = problems.LONGEST_PROMPT + problems.CANVAS
 """Tokens of a row of a problem."""
@@ -123,6 +127,18 @@ class Source:
     documents: list[corpus.Document]
     kept: list[corpus.Document] | None
 
+    @property
+    def sequential(self) -> bool:
+        """True for the training of SDLM."""
+        return (self.kept is not None and self.options.stage is None and self.kind.attention == "causal-prefix"
+                and self.kind.shift)
+
+    @property
+    def bound(self) -> md.Bound:
+        """The loss of the training."""
+        return (NextSequence if self.sequential else md.Bound)(self.model, self.kind, self.options.dtype,
+                                                               self.options.apart)
+
     def measure(self, params: Any, published: bool, at_once: bool = False) -> dict[str, float]:
         """Returns accuracy on held-out problems, or bits per byte of held-out text."""
         o = self.options
@@ -133,8 +149,8 @@ class Source:
             return {**found, **{f"{name}, all at once": x for name, x in more.items()}}
         usual = o.settings.options["length"]
         return {"bits_per_byte": md.bound_per_byte(
-            md.Bound(self.model, self.kind, o.dtype, o.apart), params, corpus.pack(self.tokenizer, self.kept),
-            token_bytes(self.tokenizer), usual if o.stage else o.length or usual, o.batch or 1,
+            self.bound, params, corpus.pack(self.tokenizer, self.kept), token_bytes(self.tokenizer),
+            usual if o.stage else o.length or usual, o.batch or 1,
             SHIPPED_WINDOWS if published else EVAL_WINDOWS)}
 
     def own_answers(self, held: bool) -> md.Batch:
@@ -162,9 +178,9 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
     source = source_of(o)
     model, kind, count = source.model, source.kind, o.batch or 1
-    md.check(kind)
-    made = Recipe(source.params, md.Bound(model, kind, o.dtype, o.apart),
-                  lambda run: problem_batch(count, o.seed, run.step, o.weights or ()),
+    if not source.sequential:
+        md.check(kind)
+    made = Recipe(source.params, source.bound, lambda run: problem_batch(count, o.seed, run.step, o.weights or ()),
                   lambda batch: int(batch.live.sum()), lambda params, run: source.measure(params, False),
                   partial(write, source), partial(jax.random.fold_in, jax.random.key(o.seed)))
     if o.stage is None and o.settings.text:
@@ -296,7 +312,7 @@ def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[st
     options, kind, text = source.options, source.kind, source.options.settings.text
     facts |= facts_of(options, source.measure(exact, True, at_once=options.stage == "certainty"))
     facts |= earlier_training(options, facts)
-    loss, attention = SEES[kind.attention]
+    loss, attention = NEXT_SEQUENCE if source.sequential else SEES[kind.attention]
     if options.stage == "certainty":
         loss = "certainty forcing on its own answers (dParallel)"
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT if text else problems.END)

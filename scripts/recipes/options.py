@@ -45,8 +45,12 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "scheduled-sampling": dict(answers=256)}
+    "lud": {}, "scheduled-sampling": dict(answers=256), "dparallel": dict(answers=256, peak=3e-5),
+    "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
+
+OWN_ANSWERS = ("dparallel", "learn2pd")
+"""Objectives for diffusion models, which learn from their own answers."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "lm": {
@@ -80,7 +84,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
                                "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
                                "longspec", "mixture-of-attentions")},
-    "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
+    "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0) | more)
              for objective, more in TUNED.items()},
 }
 
@@ -115,7 +119,9 @@ class Options:
                                  choices=tuple(PRESETS["drafter"]))
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
-                                    "several tokens at masks (space); after the model's own tokens",
+                                    "several tokens at masks (space), or units at placeholders (lud); after the "
+                                    "model's own tokens; a diffusion model's answers to be surer of them (dparallel), "
+                                    "or a filter that knows when it is right (learn2pd)",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus)', (),
@@ -136,8 +142,13 @@ class Options:
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
-                               "replaces, or masks of space (default: 5)", only="diffusion tune")
-    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+                               "replaces, or masks of space and lud (default: 5), or tokens of a block of "
+                               "dparallel and learn2pd (default: the block of the model, or 32)",
+                               only="diffusion tune")
+    mask: int | None = _option("space, lud: id of the mask token (default: the padding token)", None, "tune")
+    sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
+    lora: int | None = _option("dparallel: train an adapter of this rank in place of all weights", None, "tune",
+                               metavar="RANK")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "
@@ -177,8 +188,9 @@ class Options:
                                only="diffusion")
     block: int | None = _option("tokens of a block of block diffusion (0: masked diffusion over the whole sequence), "
                                 "or of Jacobi decoding for cllm", only="diffusion tune")
-    attention: str | None = _option("attention mask; causal-prefix is for set block decoding: causal text, followed by "
-                                    "a block of masks (default: block-causal with blocks, full without)",
+    attention: str | None = _option("attention mask; causal-prefix is for set block decoding, with --shift for SDLM: "
+                                    "causal text, followed by a block of masks (default: block-causal with blocks, "
+                                    "full without)",
                                     only="diffusion", choices=("full", "block-causal", "causal-prefix"))
     shift: bool = _option("logits predict the next position, as in autoregressive models", False, "diffusion")
     weights: tuple[str, ...] | None = _option("shares of tasks in a batch, where not 1", only="diffusion", nargs="*",
@@ -186,8 +198,7 @@ class Options:
     apart: float = _option("share of rows whose prompt does not see the answer, for models that read prompts from a "
                            "cache", 0.0, "diffusion")
     answers: int | None = _option("number of the model's own answers for a stage (default: 8192 to problems; of text "
-                                  "1024, with 64 tokens each), or for cllm and scheduled-sampling (default: "
-                                  "256)", only="diffusion tune")
+                                  "1024, with 64 tokens each), or in tune (default: 256)", only="diffusion tune")
     longest: int | None = _option("tokens of the longest texts", only="recall")
     problems: int | None = _option("held-out problems that the finished model is measured on", None,
                                    "recall sums numerals", False)

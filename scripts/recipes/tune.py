@@ -1,6 +1,7 @@
 """Fine-tuning of any model on texts, or on pairs of prompts and targets, for decoding methods that need a tuned model.
 
-All weights change. The objectives are those of `decodax.train.tuning`.
+All weights change. The objectives are those of `decodax.train.tuning`; those for diffusion models are in
+`recipes.own_answers`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from decodax.train.loop import Objective, place_batch
 from decodax.train.tuning import (
     ConsistencyLoss,
     EarlyExitLoss,
+    Example,
     ExampleBatches,
     ExampleRows,
+    LexicalUnitLoss,
     NoisyLoss,
     ScheduledSamplingLoss,
     SemiAutoregressiveLoss,
@@ -33,10 +36,12 @@ from decodax.train.tuning import (
     collect_trajectories,
     losses_by_layer,
     read_examples,
+    sure_tokens,
 )
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
-from recipes.options import Options
+from recipes.options import OWN_ANSWERS, Options
+from recipes.own_answers import recipe as own_answers_recipe
 from recipes.run import Recipe, target_of
 
 EVERY, MOST = 20, 96
@@ -78,13 +83,15 @@ Figures before and after the training, {where}.
 """
 
 
-def checked(lm: Any) -> Any:
-    """Returns the model if all its weights can be trained.
+def checked(lm: Any, fills: bool = False) -> Any:
+    """Returns the model if all its weights can be trained. `fills` is True if it has to be one that fills masks.
 
     Raises:
         ValueError: another kind of model, or packed weights.
     """
-    if not isinstance(lm.model, Transformer) or lm.diffusion is not None:
+    if fills and (not isinstance(lm.model, Transformer) or lm.diffusion is None or lm.diffusion.mask is None):
+        raise ValueError(f"target: got {lm.name!r}, which fills no masks; takes a diffusion model with this objective")
+    if not fills and (not isinstance(lm.model, Transformer) or lm.diffusion is not None):
         raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}"
                          f"{'' if lm.diffusion is None else ' that fills masks'}; takes a decoder that reads from left "
                          "to right")
@@ -128,9 +135,9 @@ def objective_of(options: Options, lm: Any) -> Objective:
             return SortedLoss(network, options.depths or sorted_depths(network.depth), dtype)
         case "msn":
             return NoisyLoss(network, options.span or SPAN, dtype)
-        case "space":
-            return SemiAutoregressiveLoss(network, lm.pad if options.mask is None else options.mask,
-                                          options.span or SPAN, dtype=dtype)
+        case "space" | "lud":
+            kind = SemiAutoregressiveLoss if options.objective == "space" else LexicalUnitLoss
+            return kind(network, lm.pad if options.mask is None else options.mask, options.span or SPAN, dtype=dtype)
         case "scheduled-sampling":
             assert options.steps is not None
             return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
@@ -141,17 +148,30 @@ def objective_of(options: Options, lm: Any) -> Objective:
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    lm = checked(target_of(options))
+    fills = options.objective in OWN_ANSWERS
+    if options.lora is not None and options.objective != "dparallel":
+        raise ValueError(f"lora: got {options.lora} with {options.objective}, takes None")
+    lm = checked(target_of(options), fills)
     network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
-    rows = ExampleRows.of(read_examples([Path(file) for file in options.data], lm), length)
+    examples = read_examples([Path(file) for file in options.data], lm)
+    if fills:       # of a target nothing is read, so it takes no room from its prompt
+        examples = [Example(x.tokens[:x.prompt + 1], x.prompt) if x.prompt else x for x in examples]
+    rows = ExampleRows.of(examples, length)
     if rows.cut:
         console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
     out = np.arange(len(rows)) % EVERY == EVERY - 1
     used, held = (rows[~out], rows[out][:MOST]) if out.any() else (rows, rows[:MOST])
+    if fills:
+        return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
+                                  mesh, console)
     objective, key = objective_of(options, lm), jax.random.key(options.seed)
     exits, jacobi = options.objective in ("layerskip", "soft"), options.objective in ("cllm", "msn")
     batch, ways, end = options.batch or 8, mesh.shape["data"], tuple(i for i in lm.eos if isinstance(i, int))
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
+    if options.objective == "lud":
+        sure = sure_tokens(lm, used, options.sure)
+        console.print(f"{sure[used.learned].mean():.1%} of the tokens are sure (--sure {options.sure})")
+        batches = ExampleBatches((*used.arrays, sure), batch, options.seed)
     if options.objective == "scheduled-sampling":
         used = used[:options.answers or 256]
         own = own_answers(lm, used)
@@ -171,7 +191,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(step: int) -> Any:
         now = jax.random.fold_in(key, step)
         return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
-                "space": now}.get(str(options.objective))
+                "space": now, "lud": now}.get(str(options.objective))
 
     def losses(params: Any) -> np.ndarray:
         """Returns the held-out loss, of the exits after each layer or of the whole model."""

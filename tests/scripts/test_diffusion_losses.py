@@ -14,6 +14,7 @@ from decodax.models import Diffusion, Transformer, llama
 from decodax.train import loop
 from decodax.train import masked_diffusion as dt
 from decodax.train import unmask_filter as filters
+from decodax.train.sdlm import NextSequence
 from recipes import diffusion, problems
 
 NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
@@ -85,6 +86,36 @@ def test_the_loss_is_the_bound_of_its_paper(params, batch, logits_of, kind):
         assert len({bound(0.0), bound(0.5), bound(1.0)}) == 3
     if kind == "blocks":
         assert len(set(levels[0])) > 1
+
+
+def test_sdlm_learns_to_predict_the_tokens_of_blocks_behind_a_causal_text(params, batch, logits_of):
+    """Block by block, with the text before it: a copy of its first token and masks, each predicting the next token."""
+    size, T = BEHIND.block, diffusion.LENGTH - 3
+    cut = jax.tree.map(lambda x: x[:, :T], batch)
+    cut = cut.replace(answer=cut.answer.at[0].set(cut.live[0]))         # and a text without a prompt
+    objective, key = NextSequence(NET, replace(BEHIND, shift=True)), jax.random.key(3)
+    starts = np.asarray(objective.noise(key, cut)[1])[:, 0]
+    (loss, _), place, expected = jax.jit(objective)(params, cut, key), np.arange(T + 3), []
+    for i in range(6):
+        tokens, answer, total, places = *map(np.asarray, (cut.tokens[i], cut.answer[i])), 0.0, set()
+        assert 0 <= max(int(answer.argmax()), 1) - 1 - starts[i] < size
+        for begin in range(starts[i], T, size):
+            if begin < 0 or not answer[begin + 1:begin + 1 + size].any():
+                continue
+            text = np.where(place == begin, np.pad(tokens, (0, 3))[begin], 46)
+            text[:begin] = tokens[:begin]
+            inside = (place >= begin) & (place < begin + size)
+            sees = np.where(inside[:, None], (place < begin) | inside, place[None] <= place[:, None])
+            logits = logits_of(text, sees)
+            for j in range(begin, min(begin + size, T - 1)):
+                if answer[j + 1]:
+                    total += nats(logits[j], tokens[j + 1])
+                    places.add(j + 1)
+        assert i == 0 or places == set(np.flatnonzero(answer))
+        expected.append(total / answer.sum())
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4) and len(set(starts)) > 1
+    with pytest.raises(ValueError, match="kind, apart: got"):
+        NextSequence(NET, BEHIND)
 
 
 @pytest.mark.wide

@@ -224,6 +224,25 @@ def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
     assert fast.lengths.tolist() == [8] and fast.stats.forwards < slow.stats.forwards
 
 
+@pytest.mark.wide
+def test_a_model_of_next_sequences_verifies_its_own_masks(corpus, tmp_path):
+    """`sdlm` runs on it; in the self-speculative mode it writes what it writes one token a forward."""
+    given = made(preset="tiny-text", attention="causal-prefix", shift=True, corpus=corpus, output=tmp_path, steps=4,
+                    warmup=1, eval_every=100, batch=8, devices=1)
+    program.train(given, console=QUIET)
+    lm_ = dx.load(tmp_path / "model")
+    assert lm_.diffusion == Diffusion(512, shift=True, attention="causal-prefix", block=4)
+    assert "(SDLM)" in (tmp_path / "model" / "README.md").read_text()
+    decoded = [dx.generate(lm_, [[5, 9, 60, 81, 7, 3]], max_new_tokens=8, algorithm=f"sdlm:{options}", eos_token_id=[])
+               for options in ("threshold=1.0", "self_speculative=true")]
+    assert decoded[0].row(0).tolist() == decoded[1].row(0).tolist()
+    for wrong in ({"stage": "filter", "init": str(tmp_path / "model")}, {"preset": "tiny", "block": 4}):
+        with pytest.raises(ValueError, match="shift: got True with blocks"):
+            program.train(replace(made(**{"preset": "tiny-text", "corpus": corpus, "answers": 16, "steps": 4, **wrong}),
+                                  output=tmp_path / "wrong", attention=None if "stage" in wrong else "causal-prefix",
+                                  shift="stage" not in wrong), console=QUIET)
+
+
 def test_beginnings_of_texts_leave_room_for_an_answer_at_any_place():
     stream = np.arange(1, 400, dtype=np.int32)
     batch = diffusion.beginnings(stream, 200, 24, 8)

@@ -17,9 +17,11 @@ from rich.console import Console
 import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
+from decodax.train.masked_diffusion import widened
 from decodax.train.tuning import read_examples
 from recipes import run as program
 from recipes.options import Options, from_arguments
+from recipes.own_answers import unanswered
 from recipes.tune import checked
 from tests.matrix import often
 from tests.small_tokenizers import byte_level, save
@@ -81,7 +83,7 @@ def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: O
 
 @pytest.mark.wide
 @pytest.mark.parametrize("objective", often(["space"], [
-    "next-token", "soft", "msn", "cllm", "space", "scheduled-sampling"]))
+    "next-token", "soft", "msn", "cllm", "space", "lud", "scheduled-sampling"]))
 def test_every_objective_trains(options: Options, objective: str, tmp_path: Path) -> None:
     own = replace(options, objective=objective, preset=objective, output=tmp_path, answers=8, blocks=2,
                   block=8 if objective == "cllm" else None,
@@ -108,6 +110,48 @@ def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> N
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
+@pytest.fixture(scope="module")
+def fills(options: Options) -> Options:
+    """Options for a diffusion model."""
+    path = Path(options.target).with_name("fills")
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size() + 1
+    save(tokenizer, path, generation_config={"eos_token_id": 0})
+    model = Transformer(llama(vocab=size, width=32, layers=2, heads=4, kv_heads=2, mlp=64, context=128))
+    save_model(path, model, widened(model.init_params(jax.random.key(1)), 5.0), dtype="float32", config={
+        "eos_token_id": 0, "mask_token_id": size - 1, "diffusion": {"attention": "full"}})
+    return replace(options, target=str(path), objective="dparallel", preset="dparallel", length=16, steps=8, peak=3e-3,
+                   answers=16)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("rank", often([2], [None, 2]))
+def test_a_diffusion_model_becomes_surer_of_its_own_answers(fills: Options, rank: int | None, tmp_path: Path) -> None:
+    own = replace(fills, lora=rank, peak=fills.peak if rank is None else 3e-2, output=tmp_path)
+    program.train(own, console=QUIET)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+              if "loss" in json.loads(line)]
+    assert losses[-1] < losses[0] and "own_tokens_all_at_once" in facts_of(own)["after"]
+    tuned = dx.load(tmp_path / "model") if rank is None else dx.load(own.target, adapter=str(tmp_path / "model"))
+    assert tuned.diffusion == dx.load(own.target).diffusion and not same(tuned.params, dx.load(own.target).params)
+
+
+@pytest.mark.wide
+def test_a_filter_is_trained_for_any_diffusion_model(fills: Options, tmp_path: Path) -> None:
+    own = replace(fills, objective="learn2pd", preset="learn2pd", output=tmp_path, span=4)
+    program.train(own, console=QUIET)
+    assert facts_of(own)["after"]["filter_loss"] < facts_of(own)["before"]["filter_loss"]
+    method = f"learn2pd:filter={tmp_path / 'model' / 'filter.safetensors'}"
+    assert dx.generate(dx.load(own.target), "def f(", max_new_tokens=4, algorithm=method).tokens.size
+
+
+def test_prompts_have_room_for_an_answer() -> None:
+    batch = unanswered([[1, 2], [3, 4, 5, 6, 7]], 7, 4)
+    assert batch.tokens.tolist() == [[1, 2, 0, 0, 0, 0, 0], [5, 6, 7, 0, 0, 0, 0]]
+    assert [np.flatnonzero(row).tolist() for row in batch.answer] == [[2, 3, 4, 5], [3, 4, 5, 6]]
+    assert batch.live.sum(1).tolist() == [6, 7]
+
+
 def test_examples_are_read_with_their_prompts(options: Options) -> None:
     lm = dx.load(options.target)
     pair, *_, text = read_examples([Path(file) for file in options.data], lm)
@@ -130,3 +174,5 @@ def test_a_model_that_cannot_be_tuned_is_refused() -> None:
         checked(dx.load("tasks-diffusion"))
     with pytest.raises(ValueError, match=r"^target: got 'sums' with packed weights"):
         checked(dx.load("sums", weights="int8"))
+    with pytest.raises(ValueError, match=r"^target: got 'sums', which fills no masks"):
+        checked(dx.load("sums"), fills=True)

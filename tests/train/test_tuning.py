@@ -12,12 +12,14 @@ import pytest
 import decodax as dx
 from decodax.train import sub_model
 from decodax.train.loop import adamw, update
+from decodax.train.lora import AdapterLoss
 from decodax.train.tuning import (
     ConsistencyLoss,
     EarlyExitLoss,
     Example,
     ExampleBatches,
     ExampleRows,
+    LexicalUnitLoss,
     NoisyLoss,
     ScheduledSamplingLoss,
     SemiAutoregressiveLoss,
@@ -26,6 +28,7 @@ from decodax.train.tuning import (
     TrajectoryBatches,
     collect_trajectories,
     losses_by_layer,
+    sure_tokens,
 )
 from decodax.train.tuning.msn import with_noise
 from decodax.train.tuning.scheduled_sampling import corrections
@@ -108,6 +111,17 @@ def test_msn_replaces_a_span_of_a_target_by_tokens_before_it():
 
 
 @pytest.mark.wide
+def test_a_loss_of_an_adapter_is_that_of_the_weights_with_it():
+    objective, key = NoisyLoss(lm().model, 3), jax.random.key(2)
+    fresh = dx.adapters.init(lm().params, jax.random.key(0), 2)
+    made = jax.tree.map(lambda x: x + 0.3, fresh)
+    loss, slope = jax.jit(jax.value_and_grad(lambda a: AdapterLoss(objective)(a, BATCH, (key, lm().params))[0]))(made)
+    merged = dx.adapters.merge(lm().params, made)
+    assert float(loss) == pytest.approx(float(jax.jit(objective)(merged, BATCH, key)[0]), rel=1e-4)
+    assert jax.tree.structure(slope) == jax.tree.structure(fresh) and all(map(np.any, jax.tree.leaves(slope)))
+
+
+@pytest.mark.wide
 def test_space_learns_ordinary_rows_and_masks_after_a_cut():
     key = jax.random.key(0)
     loss, _ = jax.jit(SemiAutoregressiveLoss(lm().model, 23, 3))(lm().params, BATCH, key)
@@ -125,6 +139,35 @@ def test_space_learns_ordinary_rows_and_masks_after_a_cut():
         rows.append(-log_p(inputs)[at, row[at + 1]].mean())
     assert plain.any() and not plain.all()
     assert float(loss) == pytest.approx(np.mean(rows), rel=1e-5)
+
+
+def test_lud_puts_placeholders_into_units_of_which_the_model_was_sure():
+    sure = sure_tokens(lm(), ExampleRows(TOKENS, LEARNED), 0.04)
+    for own, row in zip(sure, TOKENS, strict=True):
+        probabilities = np.exp(log_p(row[:-1]))[np.arange(8), row[1:]]
+        assert own.tolist() == [False, *(probabilities > 0.04)]
+    sure = np.array([[1, 1, 1, 1, 1, 0, 1, 1, 1], [1] * 9, [0, 1, 1, 1, 1, 1, 1, 0, 1]], bool)
+    free = {0: [[3], [6, 7]], 1: [[1, 2, 3, 4, 5, 6, 7]], 2: [[]]}      # places whose next token is of the same unit
+    objective, batch, seen = LexicalUnitLoss(lm().model, 23, 3, plain=0.3), (*BATCH, jnp.asarray(sure)), set()
+    spans = jax.jit(objective.spans)
+    for seed in range(30):
+        for i, (start, end) in enumerate(zip(*map(np.asarray, spans(jax.random.key(seed), batch)), strict=True)):
+            unit = next((u for u in free[i] if start in u), [start])
+            assert list(range(start, end)) == unit[unit.index(start):][:3] if free[i][0] else start == end
+            seen.add((i, int(start)))
+    assert len(seen) == 3 + 7 + 1
+    key = jax.random.key(4)
+    loss, _ = jax.jit(objective)(lm().params, batch, key)
+    which, place = jax.random.split(key)
+    plain, rows = np.asarray(jax.random.bernoulli(which, 0.3, (3,))), []
+    for i, (row, start, end) in enumerate(zip(TOKENS, *map(np.asarray, spans(place, batch)), strict=True)):
+        inputs, at = row[:-1].copy(), np.arange(start, end)
+        if plain[i] or start == end:
+            at = np.flatnonzero(LEARNED[i, 1:])
+        else:
+            inputs[at] = 23
+        rows.append(-log_p(inputs)[at, row[at + 1]].mean())
+    assert not plain[:2].all() and float(loss) == pytest.approx(np.mean(rows), rel=1e-5)
 
 
 @pytest.mark.wide

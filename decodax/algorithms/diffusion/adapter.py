@@ -4,7 +4,7 @@ attend to each other, and the token of an undecided position."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from jax import Array
@@ -227,6 +227,7 @@ class Adapter:
         canvas: initial tokens of undecided positions.
         conditioning: number of channels of the expected embeddings under its last predictions that the model reads
             (self-conditioning); 0: it reads none.
+        autoregressive: True for an ordinary causal model, which was not trained as a diffusion model.
     """
 
     mask: int | None
@@ -234,6 +235,7 @@ class Adapter:
     attention: AttentionPattern = Full()
     canvas: InitialCanvas = Masks()
     conditioning: int = 0
+    autoregressive: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         ordered = isinstance(self.attention, CausalPrefix) and self.attention.ordered

@@ -51,7 +51,17 @@ class SemiAutoregressiveLoss:
         if not 0 <= self.plain <= 1:
             raise ValueError(f"plain: got {self.plain}, takes a probability")
 
-    def __call__(self, params: Tree, batch: tuple[Array, Array], extra: Array) -> tuple[Array, dict[str, Array]]:
+    def spans(self, key: Array, batch: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Returns the first position of the masks in each row and the position after the last one, `i32[B]` each."""
+        learned = batch[1]
+        # the last token of a target is predicted by the mask before it
+        return random_spans(key, learned & jnp.pad(learned[:, 1:], ((0, 0), (0, 1))), self.length)
+
+    def ordinary(self, drawn: Array, start: Array, end: Array) -> Array:
+        """Returns the rows that are ordinary examples, `bool[B]`: those that are `drawn`."""
+        return drawn
+
+    def __call__(self, params: Tree, batch: tuple[Array, ...], extra: Array) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log, in nats: "loss", and those of ordinary rows and of masks.
 
         Args:
@@ -59,11 +69,10 @@ class SemiAutoregressiveLoss:
             batch: tokens `i32[B, T + 1]`, and `bool[B, T + 1]`, True for tokens that are learned.
             extra: a random key.
         """
-        tokens, learned = batch
+        tokens, learned, *_ = batch
         which, place = jax.random.split(extra)
-        plain = jax.random.bernoulli(which, self.plain, (len(tokens),))
-        # the last token of a target is predicted by the mask before it
-        start, end = random_spans(place, learned & jnp.pad(learned[:, 1:], ((0, 0), (0, 1))), self.length)
+        start, end = self.spans(place, batch)
+        plain = self.ordinary(jax.random.bernoulli(which, self.plain, (len(tokens),)), start, end)
         at = jnp.arange(tokens.shape[1] - 1)
         masks = (at >= start[:, None]) & (at < end[:, None]) & ~plain[:, None]
         logits = self.network.forward(cast(params, self.dtype), jnp.where(masks, self.mask, tokens[:, :-1]))

@@ -18,6 +18,7 @@ from decodax.algorithms.diffusion.samplers import (  # noqa: F401
     learn2pd,
     llada,
     localleap,
+    lud,
     maskgit,
     mdlm,
     prophet,
