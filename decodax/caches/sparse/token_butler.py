@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.shapes import layers_of
@@ -226,8 +226,7 @@ class TokenButlerCache(SparseCache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own, d, marks = k.shape[1] - q.shape[1], self.widths[layer], self.marks[layer]
-        entry = k[:, own:], v[:, own:]
+        entry, d, marks = own_entry(q, k, v), self.widths[layer], self.marks[layer]
         if window.is_prefill or marks is None or self.kind.count(self.capacity) >= self.capacity:
             return self.attend_all(layer, q[..., :d], k[..., :d], v, window, scale=scale, sliding=sliding,
                                    softcap=softcap, bias=bias, sinks=sinks), entry
