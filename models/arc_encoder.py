@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from decodax.common.arguments import check_counts
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig, NormConfig
@@ -53,10 +54,7 @@ class ArcEncoder:
     ends: tuple[End, ...] = ("cont", "rec")
 
     def __post_init__(self) -> None:
-        for name in ("out", "pool", "hidden"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, takes 1 or more")
+        check_counts(self, "out", "pool", "hidden")
         if not llama_shaped(self.config):
             raise ValueError("config: takes a Llama: layers with full rotary attention, pre-norm RMS, a gated MLP and "
                              "no biases")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from decodax.common.arguments import check_counts
 from decodax.common.struct import short
 from decodax.models.blocks.options import Layer
 from decodax.models.residual.options import LayerInputs, Streams
@@ -124,9 +125,7 @@ class DecoderConfig:
     mlp_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context")
         if not self.layers:
             raise ValueError("layers: got none, takes at least one")
         if self.heads % self.kv_heads:

@@ -21,6 +21,7 @@ from jax import Array
 
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.wrapper import Wrapper
+from decodax.common.arguments import check_counts
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, Feature, PyTree
 from decodax.core.capabilities import Draftable
@@ -46,10 +47,7 @@ class Copies:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("count", "window", "chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, takes 1 or more")
+        check_counts(self, "count", "window", "chunk")
         if self.chunk is not None and self.window is None:
             raise ValueError(f"chunk: got {self.chunk} without a window, takes one with it")
 

@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.common.arguments import check_counts
+
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
 
 
@@ -104,9 +106,7 @@ class Experts:
     branch_norms: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("count", "chosen", "width", "groups", "kept_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "count", "chosen", "width", "groups", "kept_groups")
         if self.chosen > self.count:
             raise ValueError(f"chosen: got {self.chosen}, takes at most the number of experts, {self.count}")
         if self.count % self.groups or self.kept_groups > self.groups:

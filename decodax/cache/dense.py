@@ -103,6 +103,12 @@ def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: j
 
 
 @jax.jit      # traced and lowered once for all layers
+def dense_like(cache: Any) -> Dense:
+    """Returns an empty dense cache for the rows, layers and texts of `cache`, which has the fields `kv` and `shapes`:
+    the cache of its prefill."""
+    return dense(cache.shapes, cache.length.shape[0], cache.capacity, cache.kv[0].dtype, cache.inputs)
+
+
 def write(cache: Array, new: Array, slots: Array) -> Array:
     """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`. A slot out of range drops the entry."""
     rows, heads = P(DATA), P(DATA, MODEL)

@@ -4,9 +4,10 @@ values."""
 from __future__ import annotations
 
 import abc
+import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,24 @@ class KVConfig(CacheConfig):
         return self.empty(shapes, batch, capacity, dtype, inputs)
 
 
+@dataclasses.dataclass(frozen=True)
+class FittedConfig(KVConfig):
+    """Base of configurations whose caches are smaller if the number of tokens after the prompt is known.
+
+    Attributes:
+        _new: maximum number of tokens after the prompt, set by `fit`; None: not known.
+    """
+
+    _new: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def fit(self, new: int) -> Self:
+        return dataclasses.replace(self, _new=new)
+
+    def new_tokens(self, size: int) -> int:
+        """Returns the maximum number of tokens after the prompt if a text has at most `size` tokens."""
+        return size if self._new is None else min(self._new, size)
+
+
 def cache_of(kind: CacheKind, layers: Sequence[KVLayer], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
              inputs: PyTree = None) -> Cache:
     """Returns an empty cache of a kind for a model's layers.
@@ -213,6 +232,14 @@ def refuse_latents(name: str, layers: Sequence[tuple[Any, ...]]) -> None:
     if any(KVLayer(*layer).value_width == 0 for layer in layers):
         raise ValueError(f"cache: {name} takes a model with keys and values for each head; this one has multi-head "
                          "latent attention, whose cache holds one latent for all heads")
+
+
+def refuse_prefill(name: str, window: Any) -> None:
+    """Raises ValueError if a window is part of a prefill. For the cache `name`, which is made from a whole prompt; only
+    a draft model, whose prompt is prefilled into its cache directly, gets there."""
+    if window.is_prefill:
+        raise ValueError(f"cache: {name} needs the whole prompt at once, which a draft model does not get; takes "
+                         "another cache for the draft model")
 
 
 def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:

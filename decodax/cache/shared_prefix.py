@@ -9,18 +9,18 @@ the common beginning of all prompts of a batch, which is then prefilled only onc
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer, Score, empty_kv, own_entry
-from decodax.cache.tail import Tail, TailConfig
+from decodax.cache.dense import Dense, dense, dense_like
+from decodax.cache.key_values import FittedConfig, KVLayer, Score, empty_kv, own_entry
+from decodax.cache.tail import Tail
 from decodax.cache.wrapper import Wrapper
 from decodax.common.registry import CACHES
-from decodax.common.struct import static, struct
+from decodax.common.struct import struct
 from decodax.core.cache import Cache, CacheConfig, Layout, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.memory import bucket
@@ -36,23 +36,15 @@ class SharedPrefixCache(Tail, PromptPhase):
         prefixes: a tuple with one array `f[P, G, N, d + e]` for each layer: keys and values of `P` prefixes.
         fixed: `i32[P]`, number of tokens of each prefix.
         of: `i32[B]`, index of the prefix that each row continues.
-        kv: for each layer `f[B, G, R, d + e]`, keys and values of the tokens after the prefix; see `Tail`.
-        length: `i32[B]`, number of committed tokens of each row, the prefix included.
-        given: inputs of each row beside its tokens; see `Cache.inputs`.
-        size: static; maximum number of tokens of a text.
-        shapes: static; the `KVLayer` of each layer.
-        kind: static; the configuration of this cache.
+        kv, length, given, size, shapes, kind: see `Tail`.
     """
 
     prefixes: tuple[Array, ...]
     fixed: Array
     of: Array
-    kv: tuple[Array, ...]
-    length: Array
-    given: PyTree
-    size: int = static()
-    shapes: tuple[KVLayer, ...] = static()
-    kind: SharedPrefixConfig = static()
+
+    if TYPE_CHECKING:
+        kind: SharedPrefixConfig
 
     layout = Layout(by_row=False)
 
@@ -100,8 +92,7 @@ class SharedPrefixCache(Tail, PromptPhase):
     def prefill_cache(self) -> Cache:
         if not self.kv or self.kind.prefix:
             return self
-        return UnsharedPrompt(base=dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given),
-                              into=self.replace(prefixes=(), kv=()))
+        return UnsharedPrompt(base=dense_like(self), into=self.replace(prefixes=(), kv=()))
 
     def adopt(self, prefix: Dense) -> SharedPrefixCache:
         """Returns the cache with the prefix that `prefix` holds, a dense cache of one row, as the beginning of all
@@ -126,13 +117,13 @@ class UnsharedPrompt(Wrapper):
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         made, length = self.into, self.base.length
-        slots = made.kind.slots(made.size)
+        slots = made.kind.new_tokens(made.size)
         return made.replace(prefixes=self.base.kv, fixed=length, length=length, given=self.base.given,
                             kv=empty_kv(made.shapes, length.shape[0], slots, self.base.kv[0].dtype))
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedPrefixConfig(TailConfig):
+class SharedPrefixConfig(FittedConfig):
     """Configuration of a `SharedPrefixCache`.
 
     Attributes:
@@ -145,7 +136,7 @@ class SharedPrefixConfig(TailConfig):
 
     def share(self, prefix: int, more: int) -> SharedPrefixConfig:
         shared = dataclasses.replace(self, prefix=prefix)
-        return shared if self.new is None else shared.fit(self.new + more)
+        return shared if self._new is None else shared.fit(self._new + more)
 
     def takes_latents(self) -> bool:
         return True
@@ -159,7 +150,7 @@ class SharedPrefixConfig(TailConfig):
         return SharedPrefixCache(
             prefixes=empty_kv(shapes, prefixes, length, dtype), fixed=jnp.zeros(prefixes, jnp.int32),
             of=jnp.zeros(batch, jnp.int32) if self.prefix else jnp.arange(batch, dtype=jnp.int32),
-            kv=empty_kv(shapes, batch, self.slots(size), dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
+            kv=empty_kv(shapes, batch, self.new_tokens(size), dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
             size=size, shapes=shapes, kind=self)
 
 

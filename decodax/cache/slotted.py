@@ -17,7 +17,7 @@ from jax import Array
 from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
+from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention
 
 
 @struct
@@ -87,7 +87,7 @@ def empty_slots(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dt
         layers, batch, capacity, dtype, inputs: see `dense`.
         slots: number of slots of each head. Numbers above `BLOCK` are rounded up to whole blocks.
     """
-    slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+    slots = whole_blocks(slots)
     return dict(kv=empty_kv(layers, batch, slots, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
                 size=capacity, widths=key_widths(layers),
                 positions=tuple(jnp.full((batch, heads, slots), -1, jnp.int32) for heads, *_ in layers))

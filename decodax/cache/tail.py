@@ -3,39 +3,47 @@ values."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig
+from decodax.cache.key_values import KVConfig, KVLayer
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Entries, Sized
+from decodax.common.struct import static, struct
+from decodax.core.cache import Entries, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
 from decodax.pallas_kernels.window_attention import window_attention_lse
 
 
+@struct
 class Tail(Sized, DraftBase):
     """Stores the tokens after the beginning of a text as plain keys and values.
 
-    Derive a `@struct` with the fields below and further fields for the beginning. Implement `attend`, which merges
-    attention to the beginning with the result of `attend_tail`.
+    Derive a `@struct` with further fields for the beginning, and with `start` as a field or a property. Implement
+    `attend`, which merges attention to the beginning with the result of `attend_tail`.
 
     Attributes:
         kv: a tuple with one array `f[B, G, R, d + e]` for each layer; the token at position `p` is in slot `p - start`.
         start: `i32[B]`, position of the first token in `kv`.
         length: `i32[B]`, number of committed tokens of each row, the beginning included.
-        size: static; maximum number of tokens of a text.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
+        size: static; maximum number of tokens of a text.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
+
+    kv: tuple[Array, ...]
+    length: Array
+    given: PyTree
+    size: int = static()
+    shapes: tuple[KVLayer, ...] = static()
+    kind: KVConfig = static()
 
     supports = frozenset({"trees"})
 
-    if TYPE_CHECKING:       # each kind declares them, `start` as a field or as a property
-        kv: tuple[Array, ...]
+    if TYPE_CHECKING:
 
         @property
         def start(self) -> Array: ...
@@ -68,24 +76,3 @@ class Tail(Sized, DraftBase):
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
-
-
-@dataclasses.dataclass(frozen=True)
-class TailConfig(KVConfig):
-    """Base of configurations of `Tail` caches. The arrays for later tokens are smaller if the number of new tokens is
-    known.
-
-    Attributes:
-        new: maximum number of tokens after the prompt, set by `fit`; None: not known.
-    """
-
-    new: int | None = dataclasses.field(default=None, init=False)
-
-    def fit(self, new: int) -> Self:
-        fitted = copy.copy(self)
-        object.__setattr__(fitted, "new", new)
-        return fitted
-
-    def slots(self, size: int) -> int:
-        """Returns the number of slots for later tokens if a text has at most `size` tokens."""
-        return size if self.new is None else min(self.new, size)

@@ -63,6 +63,14 @@ def wrong(name: str, got: Any, takes: str) -> ValueError:
     return ValueError(f"{name}: got {shown(got)}, takes {takes}")
 
 
+def check_counts(owner: Any, *names: str) -> None:
+    """Raises ValueError if one of the attributes `names` of `owner` is below 1; None passes."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: got {value}, takes 1 or more")
+
+
 def unknown_argument(name: str, where: str, known: Iterable[str]) -> TypeError:
     """Returns the TypeError for an argument that the function `where` does not take: lists similar names, then all
     names in `known`."""

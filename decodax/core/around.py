@@ -138,3 +138,19 @@ class Readout(AroundModel, abc.ABC):
     @abc.abstractmethod
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         """Scores the window; arguments and result are those of `Model.apply`."""
+
+
+class PairedReadout(Readout):
+    """A `Readout` whose weights are a pair: those of `base`, and others."""
+
+    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
+        return self.base.init_cache(batch, capacity, params=None if params is None else params[0], inputs=inputs)
+
+    def outputs(self, params: Any, layer: int) -> Array:
+        return super().outputs(params[0], layer)
+
+    def embeddings(self, params: Any, tokens: Array) -> Array:
+        return super().embeddings(params[0], tokens)
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        return super().logits(params[0], hidden)

@@ -111,32 +111,6 @@ def bidirectional(tokens: Array, start: Array, live: Array | None = None) -> Win
     return _window(tokens, start, jnp.ones((1, width, width), bool), live)
 
 
-def block_causal(tokens: Array, start: Array, block: int, live: Array | None = None) -> Window:
-    """Returns a window in which a node attends to all nodes of its own block and of earlier ones. A block has `block`
-    positions, counted from position 0; the first node has position `start` (`i32[B]`).
-
-    >>> w = block_causal(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32), 2)
-    >>> w.mask[0].astype(int).tolist()
-    [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    """
-    window = bidirectional(tokens, start, live)
-    number = window.positions // block
-    return window.replace(mask=number[:, None, :] <= number[:, :, None])
-
-
-def causal_prefix(tokens: Array, start: Array, prefix: Array, live: Array | None = None) -> Window:
-    """Returns a window that is causal at positions below `prefix` (`i32[B]`); nodes from there on attend to those nodes
-    and to each other. The first node has position `start` (`i32[B]`).
-
-    >>> w = causal_prefix(jnp.zeros((1, 4), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 2))
-    >>> w.mask[0].astype(int).tolist()
-    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
-    """
-    window = causal(tokens, start, live)
-    canvas = window.positions >= prefix[:, None]
-    return window.replace(mask=window.mask | (canvas[:, :, None] & canvas[:, None, :]))
-
-
 def _window(tokens: Array, start: Array, mask: Array, live: Array | None) -> Window:
     positions = start[:, None].astype(jnp.int32) + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     live = jnp.ones(tokens.shape, bool) if live is None else live

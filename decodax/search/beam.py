@@ -38,10 +38,6 @@ class StepBeams(Explorer):
         if self.width < 1 or self.n % self.width:
             raise ValueError(f"width: got {self.width} for {self.n} rows, takes a divisor of n")
 
-    @property
-    def rows(self) -> int:
-        return self.n
-
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         score = np.zeros((len(forks), self.n))
         while (running := forks.live.any(1)).any():
@@ -93,10 +89,6 @@ class AStar(Explorer):
     def __post_init__(self) -> None:
         if not 1 <= self.branch < self.n:
             raise ValueError(f"branch: got {self.branch} for {self.n} rows, takes from 1 to {self.n - 1}")
-
-    @property
-    def rows(self) -> int:
-        return self.n
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         shape = len(forks), self.n

@@ -125,10 +125,6 @@ class DTS(CanvasExplorer):
             raise ValueError(f"lam, children and widening: got {self.lam}, {self.children} and {self.widening}, take "
                              "numbers above 0, the last one from 0 to 1")
 
-    @property
-    def rows(self) -> int:
-        return self.n
-
     def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
         """Returns the child of canvas `node` at which a simulation continues."""
         return tree.draw(node, self.lam, rng)

@@ -82,8 +82,8 @@ class Explorer(Search):
     """Base class of searches over texts that grow step by step: a frozen dataclass whose fields are the search's
     options.
 
-    A derived class defines `rows` and `search`. `search` gets a `Forks`, extends and forks its rows, and returns scores
-    of the rows.
+    A derived class defines `search`, and `rows` or a field `n`. `search` gets a `Forks`, extends and forks its rows,
+    and returns scores of the rows.
 
     Attributes:
         until: strings that end a step.
@@ -98,9 +98,9 @@ class Explorer(Search):
     reads: ClassVar[str] = ""
 
     @property
-    @abc.abstractmethod
     def rows(self) -> int:
-        """Number of rows of a prompt."""
+        """Number of rows of a prompt; by default the field `n`."""
+        return int(self.n)     # type: ignore[attr-defined]
 
     def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
         """Prefills the prompts and returns the initial rows. The options are those of `Forks.begin`.
@@ -126,9 +126,9 @@ class CanvasExplorer(Search):
     in place of `Forks`."""
 
     @property
-    @abc.abstractmethod
     def rows(self) -> int:
-        """Number of rows of a prompt."""
+        """Number of rows of a prompt; by default the field `n`."""
+        return int(self.n)     # type: ignore[attr-defined]
 
     @abc.abstractmethod
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:

@@ -53,10 +53,6 @@ class WithTools(Explorer):
 
     reads = "puts texts into a row"
 
-    @property
-    def rows(self) -> int:
-        return self.n
-
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         calls = np.zeros((len(forks), self.n), int)
         with concurrent.futures.ThreadPoolExecutor(max_workers=32) as pool:
@@ -108,10 +104,6 @@ class TrimR(Explorer):
     n: int = 1
 
     reads = "puts texts into a row"
-
-    @property
-    def rows(self) -> int:
-        return self.n
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         shape = len(forks), self.n

@@ -90,10 +90,6 @@ class ParticleFilter(Explorer):
             raise ValueError(f"choose: got {self.choose!r}, takes 'largest' or 'sample'")
         _checked_how(self.resampling)
 
-    @property
-    def rows(self) -> int:
-        return self.n
-
     def _odds(self, prompt: Any, texts: Sequence[Any]) -> np.ndarray:
         return _odds(np.asarray(self.reward(prompt, texts), np.float64))
 
@@ -152,10 +148,6 @@ class SMC(Explorer):
         if not 0 <= self.least <= 1:
             raise ValueError(f"least: got {self.least!r}, takes a share from 0 to 1")
         _checked_how(self.resampling)
-
-    @property
-    def rows(self) -> int:
-        return self.n
 
     def _value(self, forks: Forks, asked: Sequence[Any], wrote: np.ndarray, old: np.ndarray) -> np.ndarray:
         over, going = wrote & ~forks.live, wrote & forks.live

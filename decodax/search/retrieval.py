@@ -78,10 +78,6 @@ class CoRAG(Explorer):
         if self.way == "tree" and (self.rollouts < 1 or self.n % self.rollouts):
             raise ValueError(f"rollouts: got {self.rollouts} for {self.n} rows, takes a divisor of n")
 
-    @property
-    def rows(self) -> int:
-        return self.n
-
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         # A row continues while it is live and asks questions.
         going = forks.live

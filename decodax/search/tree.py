@@ -71,10 +71,6 @@ class TreePO(Explorer):
         if self.weights not in ("even", "likely", "unlikely"):
             raise ValueError(f"weights: got {self.weights!r}, takes 'even', 'likely' or 'unlikely'")
 
-    @property
-    def rows(self) -> int:
-        return self.n
-
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         P, own = len(forks), np.arange(self.n)
         held = np.zeros((P, self.n), bool)          # rows that hold a text of the tree

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.common.arguments import check_counts
 from decodax.models.formats.format import ModelFormat
 from decodax.models.formats.integers import InputsRotated, Integers, Static, nibbles, quarter, rotation
 from decodax.models.formats.quamba2_scales import arranged, scale_of, scales_of, watched
@@ -66,9 +67,7 @@ class Quamba2(ModelFormat):
         if (self.weights, self.activations) not in ((8, 8), (4, 8), (4, 16)):
             raise ValueError(f"weights, activations: got {self.weights} and {self.activations} bits, takes 8 and 8, 4 "
                              "and 8, or 4 and 16")
-        for name in ("heads", "channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "heads", "channels")
 
     @property
     def data(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from decodax.common.arguments import check_counts
 from decodax.models.rope import Rope
 
 
@@ -26,9 +27,7 @@ class Indexer:
     top: int
 
     def __post_init__(self) -> None:
-        for name in ("heads", "width", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "heads", "width", "top")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +56,7 @@ class Latent:
     plain: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rank", "value_width", "query_rank"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise ValueError(f"{name}: got {size}, takes 1 or more")
+        check_counts(self, "rank", "value_width", "query_rank")
         if self.indexer is not None and self.query_rank is None:
             raise ValueError("indexer: takes a query_rank, since it reads the latent of the queries")
         if self.indexer is not None and self.plain:

@@ -24,31 +24,27 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import Recurrent
+from decodax.common.arguments import check_counts
 from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.packed import multiply
+from decodax.models.recurrent.options import SelectiveScan
 from decodax.models.recurrent.selective_scan import empty, selective_step
 from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, stacked
 from decodax.models.transformer import Weights
 from decodax.models.weight_source import WeightSource, kernel, plain
 
 
-@dataclasses.dataclass(frozen=True)
-class MambaConfig:
-    """The shape and options of a Mamba.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MambaConfig(SelectiveScan):
+    """The shape and options of a Mamba: those of its blocks, and of the network.
 
     Attributes:
         vocab: vocabulary size `V`.
         width: model width `D`.
         layers: number of layers `L`.
-        inner: number of channels.
-        state: number of states `N` of a channel.
-        conv: width of the convolution, in tokens.
-        rank: rank of the projection of time steps.
-        eps: added to the variance in norms.
-        bias: True if the projections have biases.
-        conv_bias: True if the convolution has a bias.
+        eps: added to the variance in the norms of layers; blocks have none.
         tied: True uses the embedding table as the output head.
         wide: True keeps the residual stream in float32, whatever the weights' dtype.
     """
@@ -56,20 +52,14 @@ class MambaConfig:
     vocab: int
     width: int
     layers: int
-    inner: int
-    state: int = 16
-    conv: int = 4
     rank: int = 1
     eps: float = 1e-5
-    bias: bool = False
-    conv_bias: bool = True
     tied: bool = True
     wide: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "width", "layers", "inner", "state", "conv", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "vocab", "width", "layers")
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

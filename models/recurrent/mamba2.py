@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import LinearRecurrent
+from decodax.common.arguments import check_counts
 from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
@@ -60,9 +61,7 @@ class Mamba2Config(SsdShape):
     wide: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "width", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "vocab", "width", "layers")
         super().__post_init__()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from decodax.common.arguments import check_counts
+
 
 @dataclasses.dataclass(frozen=True)
 class RgLru:
@@ -61,9 +63,7 @@ class GatedDelta:
             object.__setattr__(self, "chunk", 16 if self.rank else 64)
         if self.rank < 0:
             raise ValueError(f"rank: got {self.rank}, takes 0 or more")
-        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "chunk"):
-            if (getattr(self, name) or 0) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "key_heads", "value_heads", "key_dim", "value_dim", "conv", "chunk")
         if self.value_heads % self.key_heads:
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of key_heads = {self.key_heads}")
         if not 0 < self.rate <= 2:
@@ -100,9 +100,7 @@ class ShortConv:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("channels", "conv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "channels", "conv")
 
     @property
     def state_shape(self) -> None:
@@ -144,9 +142,7 @@ class SsdShape:
     steps: tuple[float, float] = (0.0, float("inf"))
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_dim", "groups", "state", "conv", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "heads", "head_dim", "groups", "state", "conv", "chunk")
         if self.heads % self.groups:
             raise ValueError(f"groups: got {self.groups}, takes a divisor of heads = {self.heads}")
         if not 0 <= self.steps[0] <= self.steps[1]:
@@ -216,9 +212,7 @@ class SelectiveScan:
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("inner", "rank", "state", "conv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "inner", "rank", "state", "conv")
 
 
 RecurrentBlocks = RgLru | GatedDelta | ShortConv | Ssd | SelectiveScan

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Recurrent
+from decodax.common.arguments import check_counts
 from decodax.core.cache import Cache
 from decodax.core.types import Out, no_inputs
 from decodax.core.window import Window, take
@@ -76,9 +77,7 @@ class Rwkv7Config:
     def __post_init__(self) -> None:
         if not self.inner:
             object.__setattr__(self, "inner", 4 * self.width)
-        for name in ("vocab", "width", "layers", "head_dim", "inner", "decay", "rate", "value", "gate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "vocab", "width", "layers", "head_dim", "inner", "decay", "rate", "value", "gate")
         if self.width % self.head_dim:
             raise ValueError(f"width: got {self.width}, takes a multiple of the {self.head_dim} channels of a head")
 

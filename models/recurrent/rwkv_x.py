@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from decodax.cache import KeyValues, PerLayer, Recurrent, Wrapper, empty_kv
 from decodax.cache.dense import write
+from decodax.common.arguments import check_counts
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt, Refreshes
@@ -61,9 +62,7 @@ class RwkvXConfig(Rwkv7Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("sparse", "chunk", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "sparse", "chunk", "top")
         if self.layers % self.sparse:
             raise ValueError(f"sparse: got {self.sparse}, takes a divisor of the number of layers, {self.layers}")
         if self.limit is not None and not 0 < self.recent < self.keep < self.limit:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from decodax.common.arguments import check_counts
+
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
@@ -40,6 +42,4 @@ class LayerInputs:
     rows: int
 
     def __post_init__(self) -> None:
-        for name in ("width", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        check_counts(self, "width", "rows")

@@ -11,7 +11,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     with_sinks,
 )
 from decodax.pallas_kernels.window_attention.biases import Added, Bias, FixedBias, by_position
-from decodax.pallas_kernels.window_attention.reference import BLOCK
+from decodax.pallas_kernels.window_attention.reference import BLOCK, whole_blocks
 from decodax.pallas_kernels.window_attention.selection import TopKeys
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "prefix_attention",
     "quantized",
     "slot_weights",
+    "whole_blocks",
     "window_attention",
     "window_attention_lse",
     "with_sinks",

@@ -22,6 +22,15 @@ BLOCK = 128
 read a complete step: with 56 live entries in a cache of 256, a step of 8 rows of the 125M shape takes 15% longer with
 256 than with 128."""
 
+
+def whole_blocks(slots: int, block: int = BLOCK) -> int:
+    """Returns the number of slots, rounded up to whole blocks if it is above one block. A walk takes whole blocks.
+
+    >>> whole_blocks(100), whole_blocks(129)
+    (100, 256)
+    """
+    return slots if slots <= block else -(-slots // block) * block
+
 WIDE_BLOCK = 1024
 """Number of cache entries in a step on accelerators, where a step is a dozen operations of a microsecond each: with
 2,048 live entries, XLA estimates a third of the cycles of blocks of 256 on a v5e (`docs/results/tpu.md`)."""

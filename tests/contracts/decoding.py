@@ -9,7 +9,7 @@ import decodax as dx
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.sampling import build
-from tests.laws.cases import POLICIES, VOCABULARY, model, prompts, texts
+from tests.laws.cases import POLICIES, VOCABULARY, model, padded, prompts, texts
 
 ROWS = 6
 # what reads a node's own text and what truncates, and a banned token; together: also a bias and XTC
@@ -25,10 +25,7 @@ def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False, width=
     prompt in a chunk. `burst`: rounds in a call."""
     order = list(range(rows)) if order is None else order
     network, weights = model(which)
-    ids = [prompts(rows)[i] for i in order]
-    tokens, lengths = np.zeros((rows, 64), np.int32), np.array([len(p) for p in ids], np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
+    tokens, lengths = padded([prompts(rows)[i] for i in order], 64)
     params = Params(weights, getattr(alg, "weights", None))
     alg = alg.bare() if hasattr(alg, "bare") else alg
     temperature = [0.0 if greedy else (0.0, 0.7)[i % 2] for i in order] if rows > 1 else 0.7

@@ -52,7 +52,9 @@ from decodax.models.residual.options import LayerInputs
 from decodax.models.rope import Proportional
 from tests.caches.small import PROMPTS
 from tests.extending.pages import DOCS, run_page
+from tests.laws.cases import padded
 from tests.matrix import often
+from tests.models.small import scored
 
 BASE = llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256)
 ROOT = DOCS.parent
@@ -153,12 +155,6 @@ def run(name: str, algorithm: Any = None, chunk: int = 512, new: int = 12, rows:
                        temperature=[(0.0, 0.9, 0.0)[i] for i in rows], request_ids=rows, inputs=inputs(name, prompts))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def scored(model: Any, params: Any, window: Window, cache: Any) -> Any:
-    out = model.apply(params, window, cache)
-    return out.logits(), out.entries
-
-
 def empty(name: str, prompts: list[list[int]]) -> Any:
     """An empty cache of a row for each prompt."""
     return lm(name).model.init_cache(len(prompts), 64, params=lm(name).params, inputs=inputs(name, prompts))
@@ -166,10 +162,7 @@ def empty(name: str, prompts: list[list[int]]) -> Any:
 
 def whole(name: str, texts: list[list[int]], prompts: list[list[int]]) -> list[np.ndarray]:
     """Logits `[T, V]` of texts that begin with prompts, each read at once."""
-    rows = np.zeros((len(texts), 64), np.int32)
-    for row, text in zip(rows, texts, strict=True):
-        row[:len(text)] = text
-    window = causal(jnp.asarray(rows), jnp.zeros(len(texts), jnp.int32))
+    window = causal(jnp.asarray(padded(texts, 64)[0]), jnp.zeros(len(texts), jnp.int32))
     window = window.replace(is_prefill=name not in FIRST_COPIES)
     logits, _ = scored(lm(name).model, lm(name).params, window, empty(name, prompts))
     return [np.asarray(row)[:len(text)] for row, text in zip(logits, texts, strict=True)]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +15,20 @@ import transformers
 import decodax as dx
 from decodax.core import keys
 from decodax.core.keys import Purpose, addresses
-from decodax.core.window import causal
 from decodax.io.saving import save_model
 from decodax.sampling.draw import draw
+from tests.algorithms.beams.small import SMALL, log_probs, small
 from tests.algorithms.speculative.drafting import toys_logits
 from tests.extending.pages import run_page
 from tests.laws.cases import VOCABULARY, model, start
-from tests.laws.toy import Toy
 
-SMALL, EOS, NEW = 6, 2, 5
+NEW = 5
 PROMPTS = [[1, 3, 4], [5], [0, 3, 3, 1, 5, 4]]
 
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     return run_page("search")
-
-
-@functools.cache
-def small() -> dx.LM:
-    """Six tokens, and random weights."""
-    network = Toy(SMALL)
-    return dx.LM(network, network.init_params(3), SMALL, generation_config={"eos_token_id": EOS})
-
-
-@functools.cache
-def every_text(prompt: tuple[int, ...]) -> dict[tuple[int, ...], np.ndarray]:
-    """All continuations that end, by EOS or after NEW tokens, with the log-probabilities of their tokens."""
-    lm, tails = small(), np.array(list(itertools.product(range(SMALL), repeat=NEW)))
-
-    @jax.jit
-    def logits(tokens: jax.Array) -> jax.Array:
-        window, cache = causal(tokens, jnp.zeros(len(tails), jnp.int32)), lm.model.init_cache(len(tails), 0)
-        return lm.model.apply(lm.params, window, cache).logits()[:, len(prompt) - 1:-1]
-
-    log_p = jax.nn.log_softmax(logits(np.concatenate([np.tile(prompt, (len(tails), 1)), tails], 1)))
-    each = np.take_along_axis(np.asarray(log_p, np.float64), tails[..., None], -1)[..., 0]
-    found = {}
-    for tail, own in zip(tails.tolist(), each, strict=True):
-        length = tail.index(EOS) + 1 if EOS in tail else NEW
-        found[tuple(tail[:length])] = own[:length]
-    return found
 
 
 # beam search
@@ -68,7 +40,7 @@ def test_beams_wide_enough_find_the_best_of_all_texts(page: dict[str, Any], leng
     width, returns, given = 750, 20, PROMPTS[:2]
     found = page["beam_search"](small(), given, width, returns, length_penalty, "never", max_new_tokens=NEW)
     for prompt, ours in zip(given, found, strict=True):
-        score = {text: own.sum() / len(text) ** length_penalty for text, own in every_text(tuple(prompt)).items()}
+        score = {text: own.sum() / len(text) ** length_penalty for text, own in log_probs(tuple(prompt), NEW).items()}
         best = sorted(score, key=score.__getitem__, reverse=True)[:returns]
         assert [tuple(text) for text, _ in ours] == best
         np.testing.assert_allclose([x for _, x in ours], [score[text] for text in best], rtol=1e-4)
@@ -202,7 +174,7 @@ def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     assert {*out.status} == {dx.Status.EOS, dx.Status.LENGTH}
 
     mass = {text: np.exp(own.sum() + sum(tilt[token] for token in text))
-            for text, own in every_text(tuple(prompt)).items()}
+            for text, own in log_probs(tuple(prompt), NEW).items()}
     total = sum(mass.values())
     by_group = lambda x: np.asarray(x, np.float64).reshape(groups, size)
     weight = np.exp(by_group(out.findings["log_weight"])) / size
@@ -226,7 +198,7 @@ def test_a_hard_potential_gives_the_probability_of_an_event(page: dict[str, Any]
     groups, size, prompt, barred = 300, 8, PROMPTS[0], 3
     alg = page["Particles"](page["Without"](barred), size, 0.9)
     out = dx.generate(small(), [prompt] * groups, algorithm=alg, max_new_tokens=NEW, temperature=1.0)
-    exact = sum(np.exp(own.sum()) for text, own in every_text(tuple(prompt)).items() if barred not in text)
+    exact = sum(np.exp(own.sum()) for text, own in log_probs(tuple(prompt), NEW).items() if barred not in text)
     found = np.exp(out.findings["log_weight"].astype(np.float64)).reshape(groups, size).mean(1)
     assert abs(found.mean() - exact) / (found.std(ddof=1) / groups ** 0.5) < 4.417
     assert 0.1 < exact < 0.9 and out.findings["resampled"].sum() > 0

@@ -20,6 +20,7 @@ from decodax.io.spans import spans
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
 from tests.laws.toy import Toy
+from tests.meshes import mesh_of, spread
 from tests.small_tokenizers import byte_level, of_words, sentencepiece
 
 VOCAB = 41
@@ -306,9 +307,7 @@ def test_the_command_line_scores_files_and_lines(
 @pytest.mark.mesh
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_gives_the_scores_of_one_device(lm: dx.LM, scores: Scores, kind: AxisType) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
-    wide = dataclasses.replace(lm, mesh=mesh, params=jax.device_put(lm.params, lm.model.shardings(mesh)))
-    found = dx.score(wide, TEXTS, chunk=CHUNK, batch_size=3, top_logprobs=3)
+    found = dx.score(spread(lm, mesh_of(kind, data=2, model=4)), TEXTS, chunk=CHUNK, batch_size=3, top_logprobs=3)
     for i in range(len(TEXTS)):
         np.testing.assert_allclose(found.logprobs[i], scores.logprobs[i], atol=1e-5)
         np.testing.assert_array_equal(found.greedy[i], scores.greedy[i])

@@ -102,16 +102,21 @@ def prompts(rows: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
     return out
 
 
+def padded(ids: list[list[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as rows of a buffer of `size` tokens, and their lengths."""
+    tokens = np.zeros((len(ids), size), np.int32)
+    for row, given in zip(tokens, ids, strict=True):
+        row[:len(given)] = given
+    return tokens, np.array([len(row) for row in ids], np.int32)
+
+
 def start(alg: Any, which: str, ids: list[list[int]], policy: dict[str, Any], *, new: Any = 12, size: int = 64,
           seed: Any = 7, request: Any = None, eos: Any = None, width: int = 16, top_logprobs: int | None = None,
           minimum: Any = 0, draft: Any = None) -> tuple[Any, Params, Any, State]:
     """A prefilled state with everything that running it takes."""
     network, weights = model(which)
     params = Params(weights, draft)
-    lengths = np.array([len(row) for row in ids], np.int32)
-    tokens = np.zeros((len(ids), size), np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
+    tokens, lengths = padded(ids, size)
     each = lambda x, dtype: np.broadcast_to(np.asarray(x, dtype), len(ids)).copy()
     chain = build(len(ids), vocab_size=VOCABULARY, eos_token_id=eos, **policy)
     s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=size, max_new=each(new, np.int32),

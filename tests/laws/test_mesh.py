@@ -15,7 +15,7 @@ from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from decodax.sharding import lanes, place
-from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, prompts, texts
+from tests.laws.cases import ALGORITHMS, MASK, POLICIES, VOCABULARY, padded, prompts, texts
 from tests.matrix import often
 
 # in a process of their own (scripts/test.sh): JAX's CPU collectives have crashed in one that had also loaded torch
@@ -31,10 +31,7 @@ def weights():
 
 
 def decode(alg, policy, mesh=None, lane=False):
-    ids = prompts(ROWS)
-    tokens, lengths = np.zeros((ROWS, 64), np.int32), np.array([len(p) for p in ids], np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
+    tokens, lengths = padded(prompts(ROWS), 64)
     params = Params(weights() if mesh is None else jax.device_put(weights(), NETWORK.shardings(mesh)))
     chain = place(mesh, build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1], **policy))
     tokens, lengths = place(mesh, jnp.asarray(tokens)), place(mesh, jnp.asarray(lengths))

@@ -20,7 +20,7 @@ from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from decodax.sharding import place, weave
-from tests.laws.cases import ALGORITHMS, POLICIES, VOCABULARY, prompts, texts
+from tests.laws.cases import ALGORITHMS, POLICIES, VOCABULARY, padded, prompts, texts
 
 # in a process of their own, as those of tests/laws/test_mesh.py
 pytestmark = pytest.mark.mesh
@@ -36,10 +36,7 @@ def weights() -> Any:
 
 
 def begun(algorithm: str, policy: str, mesh: Any = None) -> tuple[Any, ...]:
-    ids = prompts(ROWS)
-    tokens, lengths = np.zeros((ROWS, 48), np.int32), np.array([len(p) for p in ids], np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
+    tokens, lengths = padded(prompts(ROWS), 48)
     params = Params(weights() if mesh is None else jax.device_put(weights(), NETWORK.shardings(mesh)))
     chain = place(mesh, build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1], **POLICIES[policy]))
     tokens, lengths = place(mesh, jnp.asarray(tokens)), place(mesh, jnp.asarray(lengths))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.mesh
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.mesh
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_rows_with_adapters_are_the_same(kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    mesh = mesh_of(kind, data=4, model=2)
     alone, parted = dx.load("sums"), dx.load("sums", mesh=mesh)
     some = {}
     for i, name in enumerate(("one", "two")):

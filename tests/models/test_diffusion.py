@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import decodax as dx
 from decodax.algorithms.diffusion import Adapter, MaskedDiffusion
-from decodax.core.window import Window, bidirectional, block_causal, causal_prefix
+from decodax.core.window import Window, bidirectional
 from decodax.io.checkpoint import CheckpointError
 from decodax.io.saving import save_model
 from decodax.models.diffusion import Diffusion, read_diffusion
@@ -61,10 +61,12 @@ def masked(d: Diffusion, lengths: np.ndarray) -> np.ndarray:
 
 def window(d: Diffusion, tokens: np.ndarray, start: np.ndarray, prefix: np.ndarray, live: np.ndarray) -> Window:
     tokens, start, live = (jnp.asarray(x, dtype) for x, dtype in ((tokens, "int32"), (start, "int32"), (live, bool)))
-    made = {"full": lambda: bidirectional(tokens, start, live),
-            "block-causal": lambda: block_causal(tokens, start, d.block, live),
-            "causal-prefix": lambda: causal_prefix(tokens, start, jnp.asarray(prefix), live)}[d.attention]()
-    return made.replace(mask=jnp.broadcast_to(made.mask, (len(tokens), T, T)))       # one shape, one program
+    made = bidirectional(tokens, start, live)
+    at, begin = made.positions, jnp.asarray(prefix)[:, None, None]
+    query, key, block = at[:, :, None], at[:, None, :], d.block or 1
+    mask = {"full": made.mask, "block-causal": key // block <= query // block,
+            "causal-prefix": (key <= query) | ((query >= begin) & (key >= begin))}[d.attention]
+    return made.replace(mask=jnp.broadcast_to(mask, (len(tokens), T, T)))       # one shape, one program
 
 
 def reference(model: Any, d: Diffusion, rows: np.ndarray, lengths: np.ndarray, prefix: np.ndarray) -> np.ndarray:

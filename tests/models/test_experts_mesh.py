@@ -1,15 +1,13 @@
 """Mixtures of experts on a mesh: each device has a part of every expert's inner width, or of some whole experts."""
 
-import math
-
 import jax
-import numpy as np
 import pytest
 
 import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Transformer
 from decodax.models.families import read_config
+from tests.meshes import mesh_of, same_tokens
 
 pytestmark = pytest.mark.mesh
 
@@ -33,13 +31,11 @@ def home(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_the_same_tokens(home, kind, weights):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    mesh = mesh_of(kind, data=2, model=4)
     alone, parted = dx.load(home, weights=weights), dx.load(home, weights=weights, mesh=mesh)
     gate = jax.tree.leaves(parted.params["layers"]["0"]["mlp"]["gate"])[0]
     assert gate.addressable_shards[0].data.size * 4 == gate.size
-    for algorithm in (None, "prompt-lookup:length=3"):
-        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
-        np.testing.assert_array_equal(got, want)
+    same_tokens(alone, parted, PROMPTS, 12)
 
 
 @pytest.mark.wide
@@ -47,16 +43,13 @@ def test_the_same_tokens(home, kind, weights):
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 3)])
 def test_whole_experts_have_an_axis(home, kind, weights, shape):
-    mesh = jax.make_mesh(shape, ("data", "model", "expert"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 3,
-                         devices=jax.devices()[:math.prod(shape)])
+    mesh = mesh_of(kind, **dict(zip(("data", "model", "expert"), shape, strict=True)))
     alone, parted = dx.load(home, weights=weights), dx.load(home, weights=weights, mesh=mesh)
     for name in ("gate", "up", "down"):
         kernel = jax.tree.leaves(parted.params["layers"]["1"]["mlp"][name])[0]
         parts = shape[1] * (1 if weights else shape[2])     # packed ones are repeated
         assert kernel.addressable_shards[0].data.size * parts == kernel.size
-    for algorithm in (None, "prompt-lookup:length=3"):
-        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
-        np.testing.assert_array_equal(got, want)
+    same_tokens(alone, parted, PROMPTS, 12)
 
 
 @pytest.mark.parametrize(("shape", "names"), [((1, 4), ("data", "model")), ((1, 2, 2), ("data", "model", "expert"))])
@@ -64,7 +57,7 @@ def test_the_parts_are_added_up_once(home, shape, names):
     """One collective of all tokens a layer, not one a block of an expert."""
     from decodax.bench.report import collectives, parse
 
-    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape), devices=jax.devices()[:4])
+    mesh = mesh_of(**dict(zip(names, shape, strict=True)))
     lm = dx.load(home, mesh=mesh)
     with jax.set_mesh(mesh):
         model = lm.model
@@ -94,8 +87,6 @@ def test_shared_experts_corrections_and_slopes_of_heads_on_a_mesh(config, tmp_pa
     leaves, tree = jax.tree.flatten(model.init_params(jax.random.key(0)))
     drawn = [x + 0.2 * jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(leaves)]
     save_model(tmp_path, model, jax.tree.unflatten(tree, drawn), config=config)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = mesh_of(data=2, model=2, expert=2)
     alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)
-    for algorithm in (None, "prompt-lookup:length=3"):
-        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
-        np.testing.assert_array_equal(got, want)
+    same_tokens(alone, parted, PROMPTS, 12)

@@ -20,7 +20,7 @@ from decodax.cache.linear import BLOCK, over_text
 from decodax.core import drivers
 from decodax.core.start import init_state
 from decodax.core.types import Params
-from decodax.core.window import Window, causal
+from decodax.core.window import causal
 from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import (
@@ -51,6 +51,7 @@ from decodax.train import (
 from tests.caches.small import PROMPTS
 from tests.matrix import often
 from tests.models.networks.linear import BASE, CONFIGS, lm
+from tests.models.small import scored
 
 POLICY: dict[str, Any] = dict(max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0])
 SMALL = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
@@ -149,12 +150,6 @@ def test_normalised_sums_are_those_of_a_recurrent_network() -> None:
 
 
 # Windows
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def scored(model: Any, params: Any, window: Window, cache: Any) -> Any:
-    out = model.apply(params, window, cache)
-    return out.logits(), out.entries
 
 
 def read(name: str, text: list[int], width: int, live: int | None = None) -> Any:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train
-from rich.console import Console
 
 import decodax as dx
 from decodax.algorithms.diffusion import MaskedDiffusion
@@ -25,8 +24,8 @@ from recipes import diffusion, problems
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from tests.matrix import often
+from tests.scripts.killed import QUIET, metrics, resumed, same
 
-QUIET = Console(quiet=True)
 FULL = Diffusion(46)
 made = partial(Options, recipe="diffusion")
 
@@ -35,10 +34,6 @@ def parse(command: str) -> Options:
     """The options of a command line."""
     words = command.split()
     return from_arguments(train.parser().parse_args(words[words.index("diffusion"):]))
-
-
-class Killed(Exception):
-    """Stands for the signal that ends a job."""
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +58,13 @@ def run(options: Options) -> loop.TrainingRun:
 
 @pytest.mark.wide
 def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
-    second, steps = replace(options, output=tmp_path), list[int]()
-
-    def die(done: int) -> None:
-        if done == 8:
-            raise Killed
-
-    with pytest.raises(Killed):
-        program.train(second, on_step=die, console=QUIET)
-    resumed = program.train(second, on_step=steps.append, console=QUIET)
-    assert steps == list(range(6, 13))
-    for a, b in zip(jax.tree.leaves((run.params, run.opt)), jax.tree.leaves((resumed.params, resumed.opt)),
-                    strict=True):
-        np.testing.assert_array_equal(a, b)
-    again, whole = ([json.loads(line) for line in (o / "metrics.jsonl").read_text().splitlines()]
-                    for o in (tmp_path, options.output))
+    second, steps = resumed(options, tmp_path, 8)
+    assert steps == list(range(6, 13)) and same((run.params, run.opt), (second.params, second.opt))
+    again, whole = (metrics(output) for output in (tmp_path, options.output))
     assert [e["step"] for e in again] == [e["step"] for e in whole]
     assert again[-1]["loss"] == whole[-1]["loss"] < whole[0]["loss"]
     with pytest.raises(ValueError, match=r"peak: 0\.01 then, 0\.02 now"):
-        program.train(replace(second, peak=0.02), console=QUIET)
+        program.train(replace(options, output=tmp_path, peak=0.02), console=QUIET)
 
 
 @pytest.mark.full

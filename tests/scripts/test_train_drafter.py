@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 import decodax as dx
 from decodax.jobs.own_chats import question_prompt, write_chats
@@ -22,12 +21,7 @@ from recipes import run as program
 from recipes.drafter import examples
 from recipes.options import PRESETS, Options
 from tests.matrix import often
-
-QUIET = Console(quiet=True)
-
-
-class Killed(Exception):
-    """Stands for the signal that ends a job."""
+from tests.scripts.killed import QUIET, metrics, resumed, same
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +34,6 @@ def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Optio
                    devices=1, output=tmp_path_factory.mktemp("run"))
 
 
-def metrics(output: Path) -> list[dict[str, float]]:
-    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in e.items() if k in ("step", "tokens", "loss", "expected_tokens")} for e in entries]
-
-
-def same(a: object, b: object) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-
-
 def test_every_method_that_can_be_trained_is_an_option() -> None:
     assert PRESETS["drafter"].keys() == SYSTEMS.keys()
 
@@ -57,17 +42,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
     whole = program.train(options, console=QUIET)
     losses = [e["loss"] for e in metrics(options.output) if "loss" in e]
     assert losses[-1] < losses[0]
-
-    def on_step(done: int) -> None:
-        if done == 8:
-            raise Killed
-
-    second = replace(options, output=tmp_path)
-    with pytest.raises(Killed):
-        program.train(second, on_step=on_step, console=QUIET)
-    steps: list[int] = []
-    resumed = program.train(second, on_step=steps.append, console=QUIET)
-    assert steps == list(range(6, 13)) and same(resumed.params, whole.params) and same(resumed.opt, whole.opt)
+    run, steps = resumed(options, tmp_path, 8)
+    assert steps == list(range(6, 13)) and same(run.params, whole.params) and same(run.opt, whole.opt)
     again, first = metrics(tmp_path), metrics(options.output)      # means of a killed run miss the steps before
     assert [e["step"] for e in again] == [e["step"] for e in first] and again[-1] == first[-1]
 

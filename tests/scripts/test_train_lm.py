@@ -15,7 +15,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import train
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from decodax.io.checkpoint import load_model
@@ -24,29 +23,7 @@ from decodax.train import language_model as lm
 from decodax.train.loop import Schedule, TrainingRun
 from recipes import run as program
 from recipes.options import Options, from_arguments
-
-QUIET = Console(quiet=True)
-
-
-class Killed(Exception):
-    """Stands for the signal that ends a job."""
-
-
-def kill_at(step: int):  # type: ignore[no-untyped-def]
-    def on_step(done: int) -> None:
-        if done == step:
-            raise Killed
-
-    return on_step
-
-
-def metrics(output: Path) -> list[dict[str, float]]:
-    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: e[k] for k in ("step", "tokens", "loss", "rate", "bits_per_byte") if k in e} for e in entries]
-
-
-def same(a: object, b: object) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+from tests.scripts.killed import QUIET, metrics, resumed, same
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +123,8 @@ def test_training_lowers_the_loss(run, options):
 
 def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
     """Killed at step 18, its last checkpoint is of step 15; what it logged after that is dropped."""
-    second = replace(options, output=tmp_path)
-    with pytest.raises(Killed):
-        program.train(second, on_step=kill_at(18), console=QUIET)
-    steps: list[int] = []
-    resumed = program.train(second, on_step=steps.append, console=QUIET)
-    assert steps == list(range(16, 25))
-    assert same(resumed.params, run.params) and same(resumed.opt, run.opt)
+    second, steps = resumed(options, tmp_path, 18)
+    assert steps == list(range(16, 25)) and same(second.params, run.params) and same(second.opt, run.opt)
     again, whole = metrics(tmp_path), metrics(options.output)
     assert [(e["step"], e["tokens"]) for e in again] == [(e["step"], e["tokens"]) for e in whole]
     assert again[-1] == whole[-1]

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 import train
-from rich.console import Console
 
 import decodax as dx
 from decodax.io.saving import save_model
@@ -24,14 +23,10 @@ from recipes.options import Options, from_arguments
 from recipes.own_answers import unanswered
 from recipes.tune import checked
 from tests.matrix import often
+from tests.scripts.killed import QUIET, resumed, same
 from tests.small_tokenizers import byte_level, save
 
-QUIET = Console(quiet=True)
 CODE = "def f(self, x):\n    return self.x + x\n\n"
-
-
-class Killed(Exception):
-    """Stands for the signal that ends a job."""
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +50,10 @@ def facts_of(options: Options) -> dict[str, dict[str, float]]:
     return json.loads((options.output / "model" / "training.json").read_text())
 
 
-def same(a: object, b: object) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-
-
 def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: Options, tmp_path: Path) -> None:
     whole = program.train(options, console=QUIET)
-
-    def on_step(done: int) -> None:
-        if done == 6:
-            raise Killed
-
-    second = replace(options, output=tmp_path)
-    with pytest.raises(Killed):
-        program.train(second, on_step=on_step, console=QUIET)
-    steps: list[int] = []
-    resumed = program.train(second, on_step=steps.append, console=QUIET)
-    assert steps == list(range(5, 11)) and same(resumed.params, whole.params) and same(resumed.opt, whole.opt)
+    run, steps = resumed(options, tmp_path, 6)
+    assert steps == list(range(5, 11)) and same(run.params, whole.params) and same(run.opt, whole.opt)
 
     facts = facts_of(options)
     assert facts["after"]["after_layer_1"] < facts["before"]["after_layer_1"] - 0.1

@@ -39,10 +39,6 @@ def test_target_draft_and_diffusion_models_are_shipped():
     assert {"numerals", "pycode", "pycode-draft", "pycode-diffusion", "recall", "sums", "tasks-diffusion"} <= set(NAMES)
 
 
-def test_all_shipped_weights_stay_under_64_megabytes():
-    assert sum(p.stat().st_size for p in ZOO.rglob("*") if p.is_file()) < 64e6
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_card_names_data_licence_figures_and_command(name):
     card = (ZOO / name / "README.md").read_text()

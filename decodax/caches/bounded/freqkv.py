@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.scipy import fft
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, own_entry
 from decodax.caches.prefill.whole_prompt import Collected
 from decodax.caches.rotation import after_rotation, before_rotation, moved, rope_of
 from decodax.common.options import Count, Range, Whole, check_options
@@ -28,7 +28,7 @@ from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import causal
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
+from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention
 
 CHUNK = 256
 """Number of prompt tokens that are prefilled at a time."""
@@ -105,8 +105,7 @@ class FreqKVCache(KeyValues, PromptPhase):
                              "follow; takes another cache for the draft model")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
                                softcap=softcap, key_positions=window.key_positions, sinks=sinks)
-        own = k.shape[1] - q.shape[1]
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> FreqKVCache:
         if not self.kv:
@@ -187,7 +186,6 @@ class FreqKVConfig(KVConfig):
         if any(rope_of(shape) is None for shape in shapes):
             raise ValueError(f"cache: {self.name} moves tokens together, which takes a model with rotary positions in "
                              "every layer")
-        slots = self.size if self.size <= BLOCK else -(-self.size // BLOCK) * BLOCK
         none = jnp.zeros(batch, jnp.int32)
-        return FreqKVCache(kv=empty_kv(shapes, batch, slots, dtype), gone=none, count=none, given=inputs,
-                        widths=key_widths(shapes), size=size, shapes=shapes, kind=self)
+        return FreqKVCache(kv=empty_kv(shapes, batch, whole_blocks(self.size), dtype), gone=none, count=none,
+                           given=inputs, widths=key_widths(shapes), size=size, shapes=shapes, kind=self)

@@ -34,7 +34,7 @@ from decodax.common.options import Count, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
+from decodax.pallas_kernels.window_attention import Bias, merge, whole_blocks, window_attention_lse
 
 
 @struct
@@ -162,8 +162,7 @@ class LessCache(StreamingLLMCache):
             q, k, v, mask & ~is_first(keys_at)[:, None], at, self.kv[layer], sliding=self.recent_size + 1,
             slot_positions=jnp.where(is_first(held), -1, held), sinks=sinks, **options)]
         if self.start_size:
-            few = self.start_size if self.start_size <= BLOCK else -(-self.start_size // BLOCK) * BLOCK
-            few = min(held.shape[2], few)
+            few = min(held.shape[2], whole_blocks(self.start_size))
             held = held[:, :, :few]
             parts.append(window_attention_lse(
                 q, k, v, mask & is_first(keys_at)[:, None], at, self.kv[layer][:, :, :few],

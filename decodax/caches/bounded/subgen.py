@@ -22,8 +22,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense, write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
+from decodax.cache.dense import Dense, dense_like, write
+from decodax.cache.key_values import (
+    KeyValues,
+    KVConfig,
+    KVLayer,
+    Score,
+    empty_kv,
+    key_widths,
+    own_entry,
+    refuse_prefill,
+)
 from decodax.cache.wrapper import Wrapper
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
@@ -31,7 +40,7 @@ from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import each_node
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention_lse
+from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention_lse
 
 
 @struct
@@ -171,15 +180,12 @@ class SubGenCache(KeyValues, PromptPhase):
     def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
-        whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
-        return PromptToSketch(base=whole, shapes=self.shapes, kind=self.kind)
+        return PromptToSketch(base=dense_like(self), shapes=self.shapes, kind=self.kind)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
-                             "get; takes another cache for the draft model")
+        refuse_prefill(self.kind.name, window)
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)
@@ -197,8 +203,7 @@ class SubGenCache(KeyValues, PromptPhase):
 
         f32 = lambda x: x.astype(jnp.float32)
         out = each_node(functools.partial(jax.vmap(one), sketch), f32(q) * scale, f32(near), f32(lse))
-        own = k.shape[1] - q.shape[1]
-        return out.astype(near.dtype), (k[:, own:], v[:, own:])
+        return out.astype(near.dtype), own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> SubGenCache:
         if not self.kv:
@@ -294,7 +299,7 @@ class SubGenConfig(KVConfig):
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> SubGenCache:
         """Returns an empty cache."""
-        slots = self.slots if self.slots <= BLOCK else -(-self.slots // BLOCK) * BLOCK
+        slots = whole_blocks(self.slots)
         C, zeros = self.clusters, lambda *rest, of=jnp.float32: jnp.zeros((batch, *rest), of)
         sketches = tuple(Sketch(
             centres=zeros(s.heads, C, s.width), counts=zeros(s.heads, C, of=jnp.int32),

@@ -33,7 +33,14 @@ from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import ALL, Entries, Feature, Layout, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt, Truncates
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse, with_sinks
+from decodax.pallas_kernels.window_attention import (
+    BLOCK,
+    Bias,
+    whole_blocks,
+    window_attention,
+    window_attention_lse,
+    with_sinks,
+)
 
 
 @struct
@@ -304,8 +311,7 @@ class ContextParallelConfig(KVConfig):
         parts = free_axes().get(CONTEXT, 1)
         piece = max(min(self.block, size) // (2 * parts), 1)
         # as many as a part may get when its prompt ended within a block
-        slots = -(-size // parts) + 2 * piece + 1
-        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        slots = whole_blocks(-(-size // parts) + 2 * piece + 1)
         return ContextParallelCache(
             kv=empty_kv(shapes, batch, slots * parts, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
             places=SlotMap(fixed=jnp.full(batch, size, jnp.int32), parts=parts, piece=piece), size=size,

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.core.around import Readout
+from decodax.core.around import PairedReadout
 from decodax.core.cache import Cache, CacheConfig, PyTree
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.resized import Resized
-from decodax.core.types import Model, Out, embeddings, logits_of, outputs
+from decodax.core.types import Model, Out
 from decodax.core.window import Window, causal
 from decodax.pallas_kernels.window_attention import BLOCK
 
@@ -29,7 +29,7 @@ CHUNK = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Paired(Readout):
+class Paired(PairedReadout):
     """The target model `base`, with a draft model for its cache. Its weights are the pair of the weights of both.
 
     Attributes:
@@ -43,20 +43,8 @@ class Paired(Readout):
         bounds = (self.base.max_positions, self.draft.max_positions)
         return min((m for m in bounds if m is not None), default=None)
 
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        return self.base.init_cache(batch, capacity, params=None if params is None else params[0], inputs=inputs)
-
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         return self.base.apply(params[0], window, cache)
-
-    def embeddings(self, params: Any, tokens: Array) -> Array:
-        return embeddings(self.base, params[0], tokens)
-
-    def logits(self, params: Any, hidden: Array) -> Array:
-        return logits_of(self.base, params[0], hidden)
-
-    def outputs(self, params: Any, layer: int) -> Array:
-        return outputs(self.base, params[0], layer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

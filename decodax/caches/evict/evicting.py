@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, key_widths, own_entry, refuse_prefill
 from decodax.cache.packed_heads import SEGMENT, segment_attention, segments_of, slots_of, unpack
 from decodax.cache.scratch import Scratch
 from decodax.caches.evict.compaction import compacted, held_of
@@ -33,7 +33,13 @@ from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
 from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt
 from decodax.core.types import outputs
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
+from decodax.pallas_kernels.window_attention import (
+    Bias,
+    merge,
+    whole_blocks,
+    window_attention,
+    window_attention_lse,
+)
 
 TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or bytes as '64MB'; or one of the first two " \
     "for each layer"
@@ -117,9 +123,8 @@ class Evicting(KeyValues, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill and not self.whole:
-            raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
-                             "get; takes another cache for the draft model")
+        if not self.whole:
+            refuse_prefill(self.kind.name, window)
         score = self.kind.selection.score
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
@@ -135,16 +140,15 @@ class Evicting(KeyValues, PromptPhase):
             options["length"] = self.count[layer][:, 0]
         else:
             options["slot_positions"] = positions
-        own = lambda x: x[:, k.shape[1] - q.shape[1]:]
         if self.whole and score.reads == "attention":
             out, sums = window_attention_lse(*given, **options)
-            return out, (own(k), own(v), q * scale, sums)
+            return out, (*own_entry(q, k, v), q * scale, sums)
         return window_attention(*given, **options), self._entry(q, k, v, scale)
 
     def _entry(self, q: Array, k: Array, v: Array, scale: float) -> PyTree:
-        score, own = self.kind.selection.score, k.shape[1] - q.shape[1]
+        score = self.kind.selection.score
         asks = self._chooses and (score.latest or score.reads == "queries")
-        return k[:, own:], v[:, own:], *([q * scale] if asks else [])
+        return *own_entry(q, k, v), *([q * scale] if asks else [])
 
     @property
     def _chooses(self) -> bool:
@@ -350,7 +354,7 @@ class Eviction(KVConfig):
                 table, shape.heads, layer)
             n = size if whole else min(size, self.selection.slots(table, shape.heads) + later)
             packs.append(total is not None)
-            at.append((shape.heads, n if n <= BLOCK else -(-n // BLOCK) * BLOCK) if total is None else
+            at.append((shape.heads, whole_blocks(n)) if total is None else
                       (segments_of(total, shape.heads, later, size), SEGMENT))
         heads = [(batch, shape.heads) for shape in shapes]
         return Evicting(

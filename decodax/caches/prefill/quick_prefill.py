@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Slotted, empty_slots
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import FittedConfig, KVLayer
 from decodax.caches.configs import PaperConfig
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, padded, segment
 from decodax.common.options import Count, Range, Whole
@@ -96,7 +96,7 @@ class QuickPrefillCache(ReadAtOnce, Slotted):
 @CACHES.register("quick-prefill", "QuickVideo: Real-Time Long Video Understanding with System Algorithm Co-Design",
                  "Schneider et al. 2025", family="prefill")
 @dataclasses.dataclass(frozen=True)
-class QuickPrefillConfig(PaperConfig):
+class QuickPrefillConfig(FittedConfig, PaperConfig):
     """Keeps, of each group of prompt tokens, those whose keys have the smallest norms; and the latest tokens of the
     prompt and all tokens after it.
 
@@ -112,7 +112,6 @@ class QuickPrefillConfig(PaperConfig):
     keep: Annotated[float, Range(0, 1, above=True)] = 0.2
     group_size: Count = 1024
     recent: Whole = 64
-    _new: int | None = None
 
     name: ClassVar[str] = "quick-prefill"
 
@@ -126,13 +125,9 @@ class QuickPrefillConfig(PaperConfig):
         """Number of tokens of a group to keep."""
         return int(self.group_size * self.keep)
 
-    def fit(self, new: int) -> QuickPrefillConfig:
-        return dataclasses.replace(self, _new=new)
-
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         # the last groups are kept whole: the one that is not full, and those with the latest tokens
         whole = (2 + self.recent // self.group_size) * self.group_size
-        more = size if self._new is None else self._new
-        slots = min(size, size // self.group_size * self.kept + whole + more)
+        slots = min(size, size // self.group_size * self.kept + whole + self.new_tokens(size))
         return QuickPrefillCache(**empty_slots(shapes, batch, size, dtype, inputs, slots=slots),
                                  count=jnp.zeros(batch, jnp.int32), kind=self)

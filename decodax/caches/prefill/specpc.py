@@ -19,12 +19,13 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer, Score
+from decodax.cache.key_values import FittedConfig, KVLayer, Score
 from decodax.cache.wrapper import Wrapper
+from decodax.caches.asking import AskingDense
 from decodax.caches.configs import PaperConfig, taken
 from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired, read
 from decodax.caches.evict.selection import best
-from decodax.caches.prefill.whole_prompt import AskingDense, ReadAtOnce
+from decodax.caches.prefill.whole_prompt import ReadAtOnce
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
@@ -32,7 +33,7 @@ from decodax.core.cache import Cache, CacheConfig, Entries, Feature, PyTree
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded
 from decodax.core.window import Window, causal
-from decodax.pallas_kernels.window_attention import BLOCK
+from decodax.pallas_kernels.window_attention import whole_blocks
 
 
 @struct
@@ -102,7 +103,7 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecPCConfig(PaperConfig):
+class SpecPCConfig(FittedConfig, PaperConfig):
     """Configuration of a `SpecPCCache`, for a target model paired with a draft model. See `specpc` for the fields."""
 
     budget: Count = 1024
@@ -114,7 +115,6 @@ class SpecPCConfig(PaperConfig):
     reduction_type: Literal["mean", "max"] = "max"
     first: int = 8
     weighted: bool = True
-    _new: int | None = None
 
     name: ClassVar[str] = "specpc"
 
@@ -122,9 +122,6 @@ class SpecPCConfig(PaperConfig):
         super().__post_init__()
         if self.budget < self.window_size:
             raise ValueError(f"budget: got {self.budget}, takes the {self.window_size} latest tokens or more")
-
-    def fit(self, new: int) -> SpecPCConfig:
-        return dataclasses.replace(self, _new=new)
 
     def beyond(self, longest: int) -> int:
         return self.lookahead_tokens - 1
@@ -224,8 +221,7 @@ class SpecPCConfig(PaperConfig):
         if any(shape.rope is None for shape in shapes):
             raise ValueError(f"cache: {self.name} moves tokens together, which takes a model with rotary positions in "
                              "every layer")
-        slots = min(size, self.budget + (size if self._new is None else self._new))
-        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        slots = whole_blocks(min(size, self.budget + self.new_tokens(size)))
         return SpecPCCache(base=dense(shapes, batch, slots, dtype, inputs), gone=jnp.zeros(batch, jnp.int32),
                            size=size, shapes=shapes, kind=self)
 

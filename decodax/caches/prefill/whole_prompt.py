@@ -8,7 +8,7 @@ text, so the chunks do not matter.
 from __future__ import annotations
 
 import abc
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -104,20 +104,6 @@ class WholePromptReader:
     def __init__(self, base: Any):
         self.base = base
         self.inputs, self.capacity = base.inputs, base.capacity
-
-
-@struct
-class AskingDense(Wrapper):
-    """A dense cache whose entries also hold the scaled queries."""
-
-    base: Dense
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        out, entry = self.base.attend(layer, q, k, v, window, **options)
-        return out, (*entry, q * options["scale"])
-
-    def commit(self, entries: Entries, slots: Array) -> Self:
-        return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots))
 
 
 def padded(tokens: Array, width: int) -> Array:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.key_values import Score, empty_kv, own_entry
-from decodax.cache.tail import Tail, TailConfig
-from decodax.caches.quantize.quantized import WHOLE_PROMPT
+from decodax.cache import Dense, KVLayer, Wrapper
+from decodax.cache.dense import dense_like
+from decodax.cache.key_values import FittedConfig, Score, empty_kv, own_entry, refuse_prefill
+from decodax.cache.tail import Tail
 from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
@@ -95,26 +95,20 @@ class MiniCacheCache(Tail, PromptPhase):
         prompt: `f[B, G, S, d + e]` for each layer that is not merged.
         pairs: directions of keys and of values, for each pair of merged layers.
         start: `i32[B]`, number of prefilled tokens.
-        kv, length, given, size: see `Tail`.
-        shapes: static; the `KVLayer` of each layer.
-        kind: static; the configuration.
+        kv, length, given, size, shapes, kind: see `Tail`.
     """
 
     prompt: tuple[Array, ...]
     pairs: tuple[tuple[SharedDirections, SharedDirections], ...]
     start: Array
-    kv: tuple[Array, ...]
-    length: Array
-    given: PyTree
-    size: int = static()
-    shapes: tuple[KVLayer, ...] = static()
-    kind: MiniCacheConfig = static()
+
+    if TYPE_CHECKING:
+        kind: MiniCacheConfig
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill:
-            raise ValueError(WHOLE_PROMPT.format("minicache"))
+        refuse_prefill("minicache", window)
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         prompt = prefix_attention(q, window.positions, self.of_prompt(layer), self.start, **options)
         out, _ = merge(self.attend_tail(layer, q, k, v, window, sinks=sinks, **options), prompt)
@@ -131,8 +125,7 @@ class MiniCacheCache(Tail, PromptPhase):
     def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
-        whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
-        return PromptToMerge(base=whole, shapes=self.shapes, kind=self.kind)
+        return PromptToMerge(base=dense_like(self), shapes=self.shapes, kind=self.kind)
 
 
 @struct
@@ -169,7 +162,7 @@ class PromptToMerge(Wrapper, LoadsPrefix):
 @CACHES.register("minicache", "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",
                  "Liu et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
-class MiniCacheConfig(TailConfig):
+class MiniCacheConfig(FittedConfig):
     """Keeps all tokens; pairs of deep layers share the directions of a prompt's keys and values.
 
     For deep models with long prompts; the tokens after the prompt are stored exactly.
@@ -210,5 +203,5 @@ class MiniCacheConfig(TailConfig):
             prompt=tuple(alone), pairs=tuple((no_tokens(s.heads, s.width), no_tokens(s.heads, s.both - s.width))
                                              for s in shapes[first:last:2]),
             start=jnp.zeros(batch, jnp.int32), length=jnp.zeros(batch, jnp.int32), given=inputs,
-            kv=empty_kv(shapes, batch, self.slots(size), dtype),
+            kv=empty_kv(shapes, batch, self.new_tokens(size), dtype),
             size=size, shapes=shapes, kind=self)

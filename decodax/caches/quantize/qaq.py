@@ -14,23 +14,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.key_values import Score, own_entry
-from decodax.cache.tail import Tail, TailConfig
-from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
+from decodax.cache import KVLayer
+from decodax.cache.dense import dense_like
+from decodax.cache.key_values import FittedConfig, Score, own_entry, refuse_prefill
+from decodax.cache.tail import Tail
+from decodax.caches.asking import AskingDense
+from decodax.caches.quantize.quantized import BLOCK
 from decodax.common.options import Count, Positive, Range, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
-from decodax.pallas_kernels.window_attention import BLOCK as WALK
-from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks
 
 
 @struct
@@ -143,25 +144,19 @@ class QAQCache(Tail, PromptPhase):
     Attributes:
         pools: for each layer a pool of keys and one of values.
         start: `i32[B]`, number of prefilled tokens.
-        kv, length, given, size: see `Tail`.
-        shapes: static; the `KVLayer` of each layer.
-        kind: static; the configuration.
+        kv, length, given, size, shapes, kind: see `Tail`.
     """
 
     pools: tuple[tuple[Pool, Pool], ...]
-    kv: tuple[Array, ...]
     start: Array
-    length: Array
-    given: PyTree
-    shapes: tuple[KVLayer, ...] = static()
-    size: int = static()
-    kind: QAQConfig = static()
+
+    if TYPE_CHECKING:
+        kind: QAQConfig
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill:
-            raise ValueError(WHOLE_PROMPT.format("qaq"))
+        refuse_prefill("qaq", window)
         at = window.positions
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap, sinks=sinks)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]
@@ -187,13 +182,13 @@ class QAQCache(Tail, PromptPhase):
         if not self.kv:
             return self
         B, dtype, n = self.length.shape[0], self.kv[0].dtype, self.kind.last_n_attentions
-        return PromptToEncode(base=dense(self.shapes, B, self.size, dtype, self.given), kind=self.kind,
+        return PromptToEncode(base=dense_like(self), kind=self.kind,
                              queries=tuple(jnp.zeros((B, n, s.queries or s.heads, s.width), dtype)
                                            for s in self.shapes), shapes=self.shapes)
 
 
 @struct
-class PromptToEncode(Wrapper):
+class PromptToEncode(AskingDense):
     """QAQ's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` encodes them.
 
     Attributes:
@@ -201,14 +196,9 @@ class PromptToEncode(Wrapper):
             `p % n`.
     """
 
-    base: Dense
     queries: tuple[Array, ...]
     shapes: tuple[KVLayer, ...] = static()
     kind: QAQConfig = static()
-
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        out, entry = self.base.attend(layer, q, k, v, window, **options)
-        return out, (*entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> PromptToEncode:
         n = self.kind.last_n_attentions
@@ -216,7 +206,7 @@ class PromptToEncode(Wrapper):
         to = jnp.where((slots >= 0) & (slots >= newest - n), slots % n, n)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
         queries = tuple(put(held, entry[2], to) for held, entry in zip(self.queries, entries, strict=True))
-        return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots), queries=queries)
+        return super().commit(entries, slots).replace(queries=queries)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         kind, base, made = self.kind, self.base, []
@@ -230,7 +220,7 @@ class PromptToEncode(Wrapper):
 
 @CACHES.register("qaq", "QAQ: Quality Adaptive Quantization for LLM KV Cache", "Dong et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
-class QAQConfig(TailConfig):
+class QAQConfig(FittedConfig):
     """Keeps each token of a prompt in as many bits as the bound of its error needs; later tokens are not quantized.
 
     For long prompts with short answers. It needs a model without sliding windows, soft caps and biases of its scores.
@@ -301,7 +291,7 @@ class QAQConfig(TailConfig):
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> QAQCache:
         """Returns an empty cache."""
         zeros = lambda *dims, of=dtype: jnp.zeros((batch, *dims), of)
-        slots = size if size <= BLOCK else -(-size // BLOCK) * BLOCK
+        slots = whole_blocks(size, BLOCK)
 
         def pool(numbers: int) -> Pool:
             if numbers % 8 or numbers > 1 << 16:
@@ -316,8 +306,7 @@ class QAQConfig(TailConfig):
                         at=zeros(slots, numbers - high + low, of=jnp.uint16),
                         outliers=zeros(slots, numbers - high + low))
 
-        later = size if self.new is None else min(self.new + 1, size)
-        later = later if later <= WALK else -(-later // WALK) * WALK
+        later = whole_blocks(size if self._new is None else min(self._new + 1, size))
         pools = tuple((pool(s.heads * s.width), pool(s.heads * (s.both - s.width))) for s in shapes)
         none = zeros(of=jnp.int32)
         return QAQCache(pools=pools, kv=tuple(zeros(s.heads, later, s.both) for s in shapes), start=none,

@@ -17,20 +17,16 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig, Score, own_entry
+from decodax.cache.key_values import KVConfig, Score, own_entry, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase, LoadsPrefix, PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
-from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks, window_attention_lse
 
 BLOCK = 512
 """Number of tokens that are decoded at a time."""
-
-WHOLE_PROMPT = ("cache: {} needs the whole prompt at once, which a draft model does not get; takes another cache for "
-                "the draft model")
-"""Error if a cache that encodes a prompt after prefill is used for a draft model."""
 
 
 @struct
@@ -88,8 +84,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill:
-            raise ValueError(WHOLE_PROMPT.format(self.kind.name))
+        refuse_prefill(self.kind.name, window)
         kind, gone = self.kind, self.gone[:, None]
         at = window.positions - gone
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
@@ -332,9 +327,7 @@ class QuantizedConfig(KVConfig):
             kv = jax.ShapeDtypeStruct((shape.heads, self.slots(most), shape.both), dtype)
             one, below = jax.eval_shape(encode, kv, study, below)
             codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
-        # a walk takes whole blocks
-        latest = self.ring if self.ring <= WALK else -(-self.ring // WALK) * WALK
-        rest = tuple(zeros((shape.heads, latest, shape.both), dtype) for shape in shapes)
+        rest = tuple(zeros((shape.heads, whole_blocks(self.ring), shape.both), dtype) for shape in shapes)
         return QuantizedCache(codes=tuple(codes), rest=rest, length=zeros((), jnp.int32), gone=zeros((), jnp.int32),
                      given=inputs, shapes=shapes, size=size, most=most, kind=self,
                      studies=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), studies))

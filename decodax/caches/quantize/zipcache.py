@@ -13,26 +13,27 @@ measures their salience, and all are quantized. A round commits no token beyond 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig, Score, own_entry
+from decodax.cache import KVLayer
+from decodax.cache.dense import dense_like, write
+from decodax.cache.key_values import KVConfig, Score, own_entry, refuse_prefill
 from decodax.cache.tail import Tail
+from decodax.caches.asking import AskingDense
 from decodax.caches.quantize.codecs import pack, unpack
-from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
+from decodax.caches.quantize.quantized import BLOCK
 from decodax.common.options import Count, Range, Share, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
-from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks
 
 
 @struct
@@ -127,20 +128,15 @@ class ZipCacheCache(Tail, PromptPhase):
         grades: for each layer a pair, salient tokens and the others.
         first: `i32[B, 2]`, number of prompt tokens in each grade.
         times: `i32[B]`, number of groups quantized after the prompt.
-        kv, length, given, size: see `Tail`.
-        shapes: static; the `KVLayer` of each layer.
-        kind: static; the configuration.
+        kv, length, given, size, shapes, kind: see `Tail`.
     """
 
     grades: tuple[tuple[Grade, Grade], ...]
-    kv: tuple[Array, ...]
     first: Array
     times: Array
-    length: Array
-    given: PyTree
-    shapes: tuple[KVLayer, ...] = static()
-    size: int = static()
-    kind: ZipCacheConfig = static()
+
+    if TYPE_CHECKING:
+        kind: ZipCacheConfig
 
     @property
     def start(self) -> Array:
@@ -156,8 +152,7 @@ class ZipCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill:
-            raise ValueError(WHOLE_PROMPT.format("zipcache"))
+        refuse_prefill("zipcache", window)
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, sinks=sinks)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)
@@ -223,7 +218,7 @@ class ZipCacheCache(Tail, PromptPhase):
         if not self.kv:
             return self
         B, dtype = self.length.shape[0], self.kv[0].dtype
-        return PromptToQuantizeBySalience(base=dense(self.shapes, B, self.size, dtype, self.given), kind=self.kind,
+        return PromptToQuantizeBySalience(base=dense_like(self), kind=self.kind,
                              queries=tuple(jnp.zeros((B, s.queries or s.heads, self.size, s.width), dtype)
                                            for s in self.shapes), shapes=self.shapes)
 
@@ -243,7 +238,7 @@ def _put(into: Grade, new: Grade, start: Array, event: Array, choose: Array) -> 
 
 
 @struct
-class PromptToQuantizeBySalience(Wrapper):
+class PromptToQuantizeBySalience(AskingDense):
     """ZipCache's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` quantizes them by
     their salience.
 
@@ -251,18 +246,13 @@ class PromptToQuantizeBySalience(Wrapper):
         queries: for each layer `f[B, H, S, d]`, scaled queries.
     """
 
-    base: Dense
     queries: tuple[Array, ...]
     shapes: tuple[KVLayer, ...] = static()
     kind: ZipCacheConfig = static()
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        out, entry = self.base.attend(layer, q, k, v, window, **options)
-        return out, (*entry, q * options["scale"])
-
     def commit(self, entries: Entries, slots: Array) -> PromptToQuantizeBySalience:
         queries = tuple(write(held, entry[2], slots) for held, entry in zip(self.queries, entries, strict=True))
-        return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots), queries=queries)
+        return super().commit(entries, slots).replace(queries=queries)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         kind, base, size, made = self.kind, self.base, self.base.capacity, []
@@ -363,7 +353,7 @@ class ZipCacheConfig(KVConfig):
         times = size // self.stream_gap + 1
         salient, low = self.each(size)
         # the share of salient tokens is rounded in each group
-        slots = [-(-n // 8) * 8 if n <= BLOCK else -(-n // BLOCK) * BLOCK
+        slots = [whole_blocks(-(-n // 8) * 8, BLOCK)
                  for n in (max(salient + times + 1, self.stream_gap), max(low + 1, self.stream_gap))]
         zeros = lambda *dims, of=dtype: jnp.zeros((batch, *dims), of)
         grades = []
@@ -375,8 +365,7 @@ class ZipCacheConfig(KVConfig):
                 keys=zeros(G, n, d * bits // 8, of=jnp.uint8), values=zeros(G, n, e * bits // 8, of=jnp.uint8),
                 key_steps=zeros(G, times, d), key_lows=zeros(G, times, d), value_steps=zeros(G, n),
                 value_lows=zeros(G, n), scales=zeros(G, times, e)) for n, bits in zip(slots, self.bits, strict=True)))
-        latest = self.stream_gap if self.stream_gap <= WALK else -(-self.stream_gap // WALK) * WALK
-        kv = tuple(zeros(s.heads, latest, s.both) for s in shapes)
+        kv = tuple(zeros(s.heads, whole_blocks(self.stream_gap), s.both) for s in shapes)
         return ZipCacheCache(grades=tuple(grades), kv=kv,  # type: ignore[arg-type]
                       first=zeros(2, of=jnp.int32), times=zeros(of=jnp.int32), length=zeros(of=jnp.int32), given=inputs,
                       shapes=shapes, size=size, kind=self)

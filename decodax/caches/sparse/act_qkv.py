@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, own_entry
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, WholePromptReader, padded, segment, slots_of
 from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.activations import LONGEST, Activations, cosines, density, divided
@@ -87,12 +87,11 @@ class ActQKVCache(ReadAtOnce, SparseCache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own, kind, shape = k.shape[1] - q.shape[1], self.kind, self.shapes[layer]
-        k_own, v_own, blocks = k[:, own:], v[:, own:], self.blocks[layer]
+        entry, kind, shape, blocks = own_entry(q, k, v), self.kind, self.shapes[layer], self.blocks[layer]
         options: dict[str, Any] = dict(scale=scale, key_positions=window.key_positions)
         if blocks is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
-                                   bias=bias, sinks=sinks), (k_own, v_own)
+                                   bias=bias, sinks=sinks), entry
         kind.check_prompt(window.is_prefill)
         if k.shape[1] > kind.room:
             raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
@@ -104,7 +103,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         read = functools.partial(each, self.kv[layer], blocks, self.densities, self.sampled, self.length)
         *far, found = each_node(read, scale * asked, far, at)
         out, lse = merge(near, tuple(far))
-        return out, (k_own, v_own, scale * asked, lse, found)
+        return out, (*entry, scale * asked, lse, found)
 
     def _read(self, layer: int, kv: Array, blocks: Array, densities: Array, sampled: Array, length: Array, q: Array,
               far: Array, at: Array) -> tuple[Array, Array, Array]:

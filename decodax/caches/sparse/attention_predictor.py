@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense, write
-from decodax.cache.key_values import KVLayer
+from decodax.cache.dense import Dense, dense_like, write
+from decodax.cache.key_values import KVLayer, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.sparse.attention_net import AttentionNet, expected
@@ -73,7 +73,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
     def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
-        whole = dense(self.shapes, self.length.shape[0], self.capacity, self.kv[0].dtype, self.given)
+        whole = dense_like(self)
         queries = tuple(None if image is None else jnp.zeros((*image.shape[:3], d), whole.kv[0].dtype)
                         for image, d in zip(self.images, self.widths, strict=True))
         return PromptToPredict(base=whole, queries=queries, shapes=self.shapes, kind=self.kind)
@@ -81,8 +81,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own = k.shape[1] - q.shape[1]
-        entry = k[:, own:], v[:, own:]
+        entry = own_entry(q, k, v)
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry

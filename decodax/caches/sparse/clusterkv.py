@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import FittedConfig, KVLayer
 from decodax.caches.sparse.clusters import Clusters, cluster_places, clustered, first_centroids, prompt_clusters
 from decodax.caches.sparse.reading import IndexedCache, SparseConfig, if_any
 from decodax.common.options import Count, Whole
@@ -122,7 +122,7 @@ def cluster_slots(clusters: Clusters, q: Array, count: int) -> Array:
 @CACHES.register("clusterkv", "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
                  "Liu et al. 2024", family="sparse")
 @dataclasses.dataclass(frozen=True)
-class ClusterKVConfig(SparseConfig):
+class ClusterKVConfig(FittedConfig, SparseConfig):
     """Keeps all tokens; each query attends to clusters of tokens whose keys are similar, the first tokens and the
     latest.
 
@@ -147,7 +147,6 @@ class ClusterKVConfig(SparseConfig):
     iterations: Whole = 20
     seed: int = 0
     skip: tuple[int, ...] = (0, 1)
-    _new: int | None = None
 
     name: ClassVar[str] = "clusterkv"
 
@@ -155,9 +154,6 @@ class ClusterKVConfig(SparseConfig):
         super().__post_init__()
         if self.budget <= self.sinks:
             raise ValueError(f"budget: got {self.budget}, takes more than the {self.sinks} first tokens")
-
-    def fit(self, new: int) -> ClusterKVConfig:
-        return dataclasses.replace(self, _new=new)
 
     def reads(self, size: int) -> int:
         """Returns the number of tokens in clusters that a query attends to, in texts of `size` tokens."""
@@ -169,7 +165,7 @@ class ClusterKVConfig(SparseConfig):
 
     def later(self, size: int) -> int:
         """Returns the maximum number of clusters of tokens after a prompt, in texts of `size` tokens."""
-        return (size if self._new is None else min(self._new, size)) // self.every * self.new_clusters
+        return self.new_tokens(size) // self.every * self.new_clusters
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         count, zeros = self.clusters(size) + self.later(size), lambda: jnp.zeros(batch, jnp.int32)

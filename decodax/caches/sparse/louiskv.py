@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import FittedConfig, KVLayer
 from decodax.caches.sparse.clusters import Clusters, cluster_places, prompt_clusters
 from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_at
 from decodax.common.options import Count, Whole
@@ -242,7 +242,7 @@ def with_means(clusters: Clusters, keys: Array) -> Clusters:
 @CACHES.register("louiskv", "LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences", "Wu et al. 2025",
                  family="sparse")
 @dataclasses.dataclass(frozen=True)
-class LouisKVConfig(SparseConfig):
+class LouisKVConfig(FittedConfig, SparseConfig):
     """Keeps all tokens; where a query differs from the one before, heads choose clusters of the prompt and segments of
     the answer, to which tokens attend until the next such place.
 
@@ -272,12 +272,8 @@ class LouisKVConfig(SparseConfig):
     seed: int = 0
     cut: bool = True
     skip: tuple[int, ...] = ()
-    _new: int | None = None
 
     name: ClassVar[str] = "louiskv"
-
-    def fit(self, new: int) -> LouisKVConfig:
-        return dataclasses.replace(self, _new=new)
 
     def clusters(self, size: int) -> int:
         """Returns the maximum number of clusters of a prompt of `size` tokens."""
@@ -286,7 +282,7 @@ class LouisKVConfig(SparseConfig):
     def segments(self, size: int) -> int:
         """Returns the maximum number of segments after a prompt, in texts of `size` tokens: one for each token, and one
         that is being written."""
-        return (size if self._new is None else min(self._new, size)) + 1
+        return self.new_tokens(size) + 1
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         N, n = self.segments(size), min(self.budget, size)

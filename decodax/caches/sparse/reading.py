@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense, write
-from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths
+from decodax.cache.dense import Dense, dense_like, write
+from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
@@ -100,8 +100,7 @@ class SparseCache(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own = k.shape[1] - q.shape[1]
-        entry = k[:, own:], v[:, own:]
+        entry = own_entry(q, k, v)
         whole = lambda: self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                         bias=bias, sinks=sinks)
         if sliding is not None or self.is_dense(layer, window.is_prefill):
@@ -135,8 +134,7 @@ class IndexedCache(SparseCache, PromptPhase):
     def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
-        whole = dense(self.shapes, self.length.shape[0], self.capacity, self.kv[0].dtype, self.given)
-        return PromptToIndex(base=whole, shapes=self.shapes, kind=self.kind)
+        return PromptToIndex(base=dense_like(self), shapes=self.shapes, kind=self.kind)
 
     def is_dense(self, layer: int, is_prefill: bool) -> bool:
         found = super().is_dense(layer, False)

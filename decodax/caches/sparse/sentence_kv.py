@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import FittedConfig, KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.selection import Top
@@ -220,7 +220,7 @@ class PromptOfSentences(Wrapper):
 @CACHES.register("sentence-kv", "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching",
                  "Zhu et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
-class SentenceKVConfig(SparseConfig):
+class SentenceKVConfig(FittedConfig, SparseConfig):
     """Keeps prompt tokens that SnapKV chooses; each query attends to the sentences that are similar to the one being
     written, to the first tokens and to the latest.
 
@@ -245,7 +245,6 @@ class SentenceKVConfig(SparseConfig):
     threshold: Whole = 1
     window_size: Count = 32
     kernel_size: Count = 7
-    _new: int | None = None
 
     name: ClassVar[str] = "sentence-kv"
 
@@ -276,9 +275,6 @@ class SentenceKVConfig(SparseConfig):
         """The rule that evicts tokens of a prompt."""
         return Eviction(Top(WindowAttention(self.window_size, self.kernel_size, "max")), int(self.budget * self.factor),
                         new=self._new, name="sentence-kv")
-
-    def fit(self, new: int) -> SentenceKVConfig:
-        return dataclasses.replace(self, _new=new)
 
     def of_model(self, lm: Any) -> SentenceKVConfig:
         if self.ends is not None or lm.tokenizer is None:

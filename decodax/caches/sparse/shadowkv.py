@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KVLayer, empty_kv
+from decodax.cache.key_values import FittedConfig, KVLayer, empty_kv, own_entry
 from decodax.caches.rotation import turned
 from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_to
 from decodax.common.options import Count, Whole
@@ -33,7 +33,7 @@ from decodax.core.host_memory import PAGES, empty_pages, fetch, to_host
 from decodax.core.mesh import heads
 from decodax.core.window import each_node
 from decodax.models.rope import rotate
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
+from decodax.pallas_kernels.window_attention import Bias, merge, whole_blocks, window_attention_lse
 
 
 @struct
@@ -100,15 +100,15 @@ class ShadowKVCache(IndexedCache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own, shadow = k.shape[1] - q.shape[1], self.shadows[layer]
+        entry, shadow = own_entry(q, k, v), self.shadows[layer]
         near = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer],
                                     self.length if shadow is None else self._used, scale=scale, sliding=sliding,
                                     softcap=softcap, key_positions=window.key_positions, bias=bias, sinks=sinks)
         if shadow is None:
-            return near[0], (k[:, own:], v[:, own:])
+            return near[0], entry
         read = functools.partial(self._read, self.shapes[layer], shadow)
         out, _ = merge(near, each_node(read, q.astype(jnp.float32) * scale))
-        return out, (k[:, own:], v[:, own:])
+        return out, entry
 
     def _read(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array]:
         """Returns attention of one query of each row, `f32[B, H, d]`, to the chunks that it chooses, and the logarithms
@@ -204,7 +204,7 @@ def _shadow(kind: ShadowKVConfig, shape: KVLayer, slots: int, kv: Array, length:
 @CACHES.register("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
                  "Sun et al. 2024", family="sparse")
 @dataclasses.dataclass(frozen=True)
-class ShadowKVConfig(SparseConfig):
+class ShadowKVConfig(FittedConfig, SparseConfig):
     """Keeps all tokens, with keys of low rank; each query attends to the chunks whose mean keys it attends to most, to
     outliers and to later tokens.
 
@@ -225,7 +225,6 @@ class ShadowKVConfig(SparseConfig):
     outlier_chunk: Whole = 48
     local_chunk: Whole = 4
     offload: bool = False
-    _new: int | None = None
 
     name: ClassVar[str] = "shadowkv"
 
@@ -234,9 +233,6 @@ class ShadowKVConfig(SparseConfig):
         if self.budget < self.chunk_size:
             raise ValueError(f"budget: got {self.budget}, takes the {self.chunk_size} tokens of a chunk or more")
 
-    def fit(self, new: int) -> ShadowKVConfig:
-        return dataclasses.replace(self, _new=new)
-
     def chunks(self, length: Array) -> Array:
         """Returns the number of chunks of a prompt that are outliers or can be chosen; the tokens after them are stored
         exactly."""
@@ -244,8 +240,7 @@ class ShadowKVConfig(SparseConfig):
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         kept = self.outlier_chunk * self.chunk_size + (self.local_chunk + 1) * self.chunk_size - 1
-        slots = min(size, kept + (size if self._new is None else self._new))
-        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        slots = whole_blocks(min(size, kept + self.new_tokens(size)))
         zeros = lambda *rest, dtype=dtype: jnp.zeros((batch, *rest), dtype)
         kv: list[Array] = []
         shadows: list[Shadow | None] = []

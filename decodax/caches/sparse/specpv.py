@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from decodax.cache.dense import Dense
 from decodax.cache.key_values import KVLayer
-from decodax.caches.prefill.whole_prompt import AskingDense
+from decodax.caches.asking import AskingDense
 from decodax.caches.sparse.reading import IndexedCache, SparseConfig
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES

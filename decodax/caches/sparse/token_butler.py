@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.shapes import layers_of
@@ -37,10 +37,10 @@ from decodax.caches.sparse.reading import SparseCache, SparseConfig, attention_t
 from decodax.common.options import Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, fields, static, struct
-from decodax.core.around import Readout
+from decodax.core.around import PairedReadout
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.packing import Packing
-from decodax.core.types import LayeredModel, Out, embeddings, logits_of, outputs
+from decodax.core.types import LayeredModel, Out
 from decodax.core.window import Window, each_node
 from decodax.models.rope import Llama3, Rope, rotate
 from decodax.pallas_kernels.window_attention import Bias, with_sinks
@@ -180,13 +180,10 @@ class Marking(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Butlered(Readout):
+class Butlered(PairedReadout):
     """The model `base` with a predictor that runs before it. Its weights are the pair of the weights of both."""
 
     base: LayeredModel
-
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        return self.base.init_cache(batch, capacity, params=None if params is None else params[0], inputs=inputs)
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         own, butler = params
@@ -197,15 +194,6 @@ class Butlered(Readout):
         queries, keys, entry = butler(x, window.positions, attend)
         out = self.base.apply(own, window, Marking(base=cache, queries=queries, keys=keys))
         return dataclasses.replace(out, entries=(*out.entries, entry))
-
-    def embeddings(self, params: Any, tokens: Array) -> Array:
-        return embeddings(self.base, params[0], tokens)
-
-    def logits(self, params: Any, hidden: Array) -> Array:
-        return logits_of(self.base, params[0], hidden)
-
-    def outputs(self, params: Any, layer: int) -> Array:
-        return outputs(self.base, params[0], layer)
 
 
 @struct
@@ -226,8 +214,7 @@ class TokenButlerCache(SparseCache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own, d, marks = k.shape[1] - q.shape[1], self.widths[layer], self.marks[layer]
-        entry = k[:, own:], v[:, own:]
+        entry, d, marks = own_entry(q, k, v), self.widths[layer], self.marks[layer]
         if window.is_prefill or marks is None or self.kind.count(self.capacity) >= self.capacity:
             return self.attend_all(layer, q[..., :d], k[..., :d], v, window, scale=scale, sliding=sliding,
                                    softcap=softcap, bias=bias, sinks=sinks), entry

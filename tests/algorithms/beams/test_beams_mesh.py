@@ -1,6 +1,5 @@
 """Samples, beams and constraints over a mesh."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from tests.matrix import often
+from tests.meshes import mesh_of, spread
 
 pytestmark = pytest.mark.mesh
 
@@ -34,13 +34,12 @@ WAYS: dict[str, dict[str, Any]] = {
     (kind, way) for kind in list(AxisType)[:2] for way in WAYS]))
 def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, way: str) -> None:
     alone = dx.load(tiny_model)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    spread = dataclasses.replace(alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
+    parted = spread(alone, mesh_of(kind, data=4, model=2))
     given = dict(max_new_tokens=10, **WAYS[way])
     if given.pop("deco", False):
         heads = dx.algorithms.contrastive.Heads.init(jax.random.key(0), alone.model.config.width)      # type: ignore[attr-defined]
-        alone, spread = (dx.algorithms.contrastive.autodeco(lm, heads) for lm in (alone, spread))
-    want, out = (dx.generate(lm, ["one", "def f(", "x", "b"], **given) for lm in (alone, spread))
+        alone, parted = (dx.algorithms.contrastive.autodeco(lm, heads) for lm in (alone, parted))
+    want, out = (dx.generate(lm, ["one", "def f(", "x", "b"], **given) for lm in (alone, parted))
     assert out.text == want.text and out.status == want.status
 
 
@@ -52,13 +51,12 @@ def ends_in_a(prompt: Any, texts: Any) -> list[float]:
 @pytest.mark.parametrize("kind", often([AxisType.Auto], list(AxisType)[:2]))
 def test_searches_over_steps_on_a_mesh(tiny_model: Path, kind: AxisType) -> None:
     alone = dx.load(tiny_model)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    spread = dataclasses.replace(alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
+    parted = spread(alone, mesh_of(kind, data=4, model=2))
     given: dict[str, Any] = dict(step_tokens=3, max_new_tokens=9, temperature=1.0)
     by = dx.search.particle_filter(reward=ends_in_a, n=4)
-    want, out = (dx.search.explore(lm, ["one", "def f("], by, **given) for lm in (alone, spread))
+    want, out = (dx.search.explore(lm, ["one", "def f("], by, **given) for lm in (alone, parted))
     assert out.texts == want.texts and out.index.tolist() == want.index.tolist()
     by = dx.search.with_tools(act=lambda prompt, text: "x")
     want, out = (dx.search.explore(lm, ["one", "def f("], by, step_tokens=3, max_new_tokens=12)
-                 for lm in (alone, spread))
+                 for lm in (alone, parted))
     assert out.texts == want.texts and out.fed > 0

@@ -20,7 +20,7 @@ from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from decodax.sharding import place
-from tests.laws.cases import POLICIES, VOCABULARY, prompts, texts
+from tests.laws.cases import POLICIES, VOCABULARY, padded, prompts, texts
 
 # in a process of their own, as those of tests/laws/test_mesh.py
 pytestmark = pytest.mark.mesh
@@ -42,10 +42,7 @@ def weights():
 
 
 def begun(name, policy, mesh=None):
-    ids = prompts(ROWS)
-    tokens, lengths = np.zeros((ROWS, 64), np.int32), np.array([len(p) for p in ids], np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
+    tokens, lengths = padded(prompts(ROWS), 64)
     put = lambda x: x if mesh is None else jax.device_put(x, NETWORK.shardings(mesh))
     target, near = map(put, weights())
     alg = Autoregressive() if name is None else Speculative(DRAFTS[name])

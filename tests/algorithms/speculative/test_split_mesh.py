@@ -24,7 +24,7 @@ from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from decodax.sampling.base import Context, Transform
 from decodax.sharding import place
-from tests.laws.cases import POLICIES, VOCABULARY, prompts, texts
+from tests.laws.cases import POLICIES, VOCABULARY, padded, prompts, texts
 
 # in a process of their own, as those of tests/laws/test_mesh.py
 pytestmark = pytest.mark.mesh
@@ -65,10 +65,7 @@ def mesh_of(devices: Any, kind: AxisType = AxisType.Auto) -> Any:
 
 def begun(alg: Any, policy: str, where: Any = None, draft: Any = None, new: int = 16) -> tuple[Any, ...]:
     """Weights, policy and a prefilled state, on a mesh or a device."""
-    ids = prompts(ROWS)
-    tokens, lengths = np.zeros((ROWS, 64), np.int32), np.array([len(p) for p in ids], np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
+    tokens, lengths = padded(prompts(ROWS), 64)
     mesh = where if isinstance(where, jax.sharding.Mesh) else None
     put = (lambda x: place(mesh, x)) if mesh else lambda x: jax.device_put(x, where)
     target = jax.device_put(weights(), NETWORK.shardings(mesh) if mesh else where)

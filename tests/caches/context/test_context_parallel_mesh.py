@@ -1,6 +1,5 @@
 """Context parallelism on virtual devices: the tokens of one device, whatever travels."""
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -16,11 +15,12 @@ from decodax.bench.report import collectives, parse
 from decodax.common.axes import CONTEXT
 from decodax.core import drivers
 from decodax.core.types import Params
-from decodax.io.load import LM
 from decodax.sampling import build
 from decodax.sharding import lanes, place
 from tests.caches.small import DEEP, LOOKUP, SMALL, with_sinks_in
+from tests.laws.cases import padded
 from tests.matrix import often
+from tests.meshes import mesh_of, spread
 
 pytestmark = pytest.mark.mesh
 
@@ -34,12 +34,8 @@ SHAPES = (1, 1, 8), (2, 2, 2), (1, 2, 4)
 METHODS = {"plain": None, "drafts": LOOKUP}
 
 
-def mesh_of(shape: tuple[int, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh(shape, ("data", "model", CONTEXT), axis_types=(kind,) * 3)
-
-
-def spread(mesh: Mesh, lm: LM = SMALL) -> LM:
-    return dataclasses.replace(lm, params=jax.device_put(lm.params, lm.model.shardings(mesh)), mesh=mesh)
+def divided(shape: tuple[int, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+    return mesh_of(kind, **dict(zip(("data", "model", CONTEXT), shape, strict=True)))
 
 
 @pytest.mark.parametrize(("shape", "kind", "mode", "method"), often(
@@ -48,7 +44,7 @@ def spread(mesh: Mesh, lm: LM = SMALL) -> LM:
 def test_a_divided_cache_gives_the_tokens_of_one_device(shape: tuple[int, ...], kind: AxisType, mode: str,
                                                         method: str) -> None:
     want = dx.generate(SMALL, PROMPTS, algorithm=METHODS[method], **MIXED)
-    got = dx.generate(spread(mesh_of(shape, kind)), PROMPTS, algorithm=METHODS[method],
+    got = dx.generate(spread(SMALL, divided(shape, kind)), PROMPTS, algorithm=METHODS[method],
                       cache=dx.caches.make("context-parallel", block=32, **MODES[mode]), **MIXED)
     assert got.tokens.tolist() == want.tokens.tolist()
     np.testing.assert_allclose(got.logprobs.raw, want.logprobs.raw, atol=1e-5)
@@ -58,7 +54,7 @@ def test_a_divided_cache_gives_the_tokens_of_one_device(shape: tuple[int, ...], 
 @pytest.mark.parametrize("mode", ["pass-kv", "pass-q"])
 def test_sinks_join_the_softmax_once_over_all_devices(mode: str) -> None:
     lm = with_sinks_in(SMALL)
-    got = dx.generate(spread(mesh_of((1, 2, 4)), lm), PROMPTS,
+    got = dx.generate(spread(lm, divided((1, 2, 4))), PROMPTS,
                       cache=dx.caches.make("context-parallel", block=32, **MODES[mode]), **MIXED)
     want = dx.generate(lm, PROMPTS, **MIXED)
     assert got.tokens.tolist() == want.tokens.tolist()
@@ -68,13 +64,10 @@ def test_sinks_join_the_softmax_once_over_all_devices(mode: str) -> None:
 
 def prefilled(mesh: Mesh, chunk: int = 32) -> tuple[Any, ...]:
     """The state behind the prompts, and what goes on from it."""
-    lm, alg = spread(mesh, DEEP), dx.Autoregressive()
+    lm, alg = spread(DEEP, mesh), dx.Autoregressive()
     model = lm.model.with_cache(dx.caches.make("context-parallel", mode="pass-kv", block=32))
-    ids = np.zeros((4, 256), np.int32)
-    for row, prompt in zip(ids, PROMPTS, strict=True):
-        row[:len(prompt)] = prompt
-    chain = place(mesh, build(4, vocab_size=16))
-    params, lengths = Params(lm.params), np.array([len(p) for p in PROMPTS], np.int32)
+    ids, lengths = padded(PROMPTS, 256)
+    chain, params = place(mesh, build(4, vocab_size=16)), Params(lm.params)
     s = drivers.begin(alg, model, params, chain, place(mesh, jnp.asarray(ids)), place(mesh, jnp.asarray(lengths)),
                       size=256, max_new=np.array([3, 9, 20, 12], np.int32))
     return alg, model, params, chain, drivers.prefill(alg, model, params, s, width=chunk)
@@ -87,7 +80,7 @@ def elements(found: tuple[Any, Any]) -> int:
 
 @pytest.mark.wide
 def test_the_cache_stays_divided_and_a_round_has_one_exchange_a_layer() -> None:
-    mesh = mesh_of((1, 2, 4))
+    mesh = divided((1, 2, 4))
     with jax.set_mesh(mesh):
         alg, model, params, chain, s = prefilled(mesh)
         layer, seen = s.cache.kv[0], s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
@@ -107,7 +100,7 @@ def test_the_cache_stays_divided_and_a_round_has_one_exchange_a_layer() -> None:
 
 @pytest.mark.full
 def test_lanes_attend_a_divided_cache() -> None:
-    mesh = mesh_of((2, 1, 4))
+    mesh = divided((2, 1, 4))
     with jax.set_mesh(mesh):
         alg, model, params, chain, s = prefilled(mesh)
         done = jax.jit(lambda p, c, s: lanes(alg, model, p, c, s, jnp.int32(99), mesh))(params, chain, s)

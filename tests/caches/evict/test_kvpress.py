@@ -38,6 +38,7 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.sampling import build
 from tests.caches.evict.pressed import MODEL, TEXTS, keeps, weights
+from tests.laws.cases import padded
 from tests.matrix import often
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "kvpress.json").read_text())
@@ -81,12 +82,10 @@ def test_every_case_of_kvpress_is_here() -> None:
 def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
     """The cache behind the texts. The newest token of a prompt is not in it yet."""
     model, longest = MODEL.with_cache(kind.fit(8)), max(map(len, texts)) + 1
-    tokens = np.zeros((2, longest), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[:len(text)] = text
+    tokens, lengths = padded(texts, longest)
     alg, chain, params = Autoregressive(), build(2, vocab_size=320), Params(weights())
-    s = drivers.begin(alg, model, params, chain, tokens, np.array([len(text) + 1 for text in texts], np.int32),
-                      size=longest + 8, max_new=np.int32(8), seed=np.uint32(0))
+    s = drivers.begin(alg, model, params, chain, tokens, lengths + 1, size=longest + 8,
+                      max_new=np.int32(8), seed=np.uint32(0))
     cache: Any = drivers.prefill(alg, model, params, s, width=64).cache
     return cache
 

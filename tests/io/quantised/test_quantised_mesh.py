@@ -13,14 +13,11 @@ import pytest
 import decodax as dx
 from tests.io.quantised.writer import EXPERTS, KINDS, LLAMA, write_checkpoint
 from tests.matrix import often
+from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.mesh
 
 OFTEN = [("fp8", "llama"), ("gptq-act-order", "llama"), ("nf4", "experts")]
-
-def mesh(**axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
-
 
 @pytest.mark.parametrize(("kind", "family"), often(OFTEN, [
     (kind, family) for kind in KINDS for family in ("llama", "experts")]))
@@ -28,7 +25,7 @@ def mesh(**axes: int) -> jax.sharding.Mesh:
 def test_eight_devices_compute_what_one_does(kind: str, family: str, tmp_path: Path) -> None:
     entries: dict[str, Any] = LLAMA if family == "llama" else EXPERTS
     written = write_checkpoint(tmp_path, kind, {**entries, "num_hidden_layers": 1})
-    over = mesh(data=4, model=2) if family == "llama" else mesh(data=2, model=2, expert=2)
+    over = mesh_of(data=4, model=2) if family == "llama" else mesh_of(data=2, model=2, expert=2)
     alone, parted = dx.load(written.quantised), dx.load(written.quantised, mesh=over)
     for one, other in zip(jax.tree.leaves(alone.params), jax.tree.leaves(parted.params), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -16,6 +16,7 @@ from decodax.models import EncoderAudio, EncoderText
 from decodax.models.encoder_decoder.names import LOGITS_BIAS, sources
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from tests.matrix import often
+from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.mesh
 
@@ -56,7 +57,7 @@ def inputs(family: str) -> Any:
 def test_eight_devices_give_the_tokens_of_one(family: str, kind: str, tmp_path: Path) -> None:
     """Decoding with drafts gives the tokens of one device, and weights are divided over the mesh."""
     saved(family, tmp_path)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    mesh = mesh_of(kind, data=4, model=2)
     alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)
     layer = parted.params["decoder"]["layers"]["1"]
     for array in (layer["attn"]["q"]["kernel"], layer["cross"]["v"]["kernel"], layer["cross"]["o"]["kernel"],
@@ -73,7 +74,7 @@ def test_eight_devices_give_the_tokens_of_one(family: str, kind: str, tmp_path: 
 @pytest.mark.wide
 def test_beams_take_the_encoder_along(tmp_path: Path) -> None:
     saved("bart", tmp_path)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, model=2)
     want, got = (dx.generate(dx.load(tmp_path, mesh=each), [[2, 3]] * 4, algorithm="beam-search:width=3",
                              inputs=inputs("bart"), max_new_tokens=9, eos_token_id=[]).tokens for each in (None, mesh))
     np.testing.assert_array_equal(got, want)
@@ -83,7 +84,7 @@ def test_beams_take_the_encoder_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", often(["m2m_100"], CASES))
 def test_logits_and_memory(family: str, tmp_path: Path) -> None:
     saved(family, tmp_path)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, model=2)
     alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)
     text = jnp.asarray(np.random.default_rng(2).integers(3, 50, (4, 8)), jnp.int32)
 
@@ -104,7 +105,7 @@ def test_heads_that_a_mesh_does_not_divide_stay_whole(tmp_path: Path) -> None:
     saved("bart", tmp_path)
     entries = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**entries, "decoder_attention_heads": 3}))
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, model=2)
     params = dx.load(tmp_path, mesh=mesh).params
     assert params["decoder"]["layers"]["0"]["attn"]["q"]["kernel"].sharding.is_fully_replicated
     assert not params["encoder"]["layers"]["0"]["attn"]["q"]["kernel"].sharding.is_fully_replicated

@@ -12,6 +12,7 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.matrix import often
+from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.mesh
 
@@ -35,8 +36,7 @@ def test_eight_devices_give_the_tokens_of_one(family: str, tmp_path: Any) -> Non
     params = jax.tree.map(lambda x: jnp.asarray(draw.normal(x.ndim == 1, 0.2, x.shape), jnp.float32),
                           model.init_params(jax.random.key(0)))
     save_model(tmp_path, model, params, config=config)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)
+    alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh_of(data=2, model=2, expert=2))
     layer = parted.params["layers"]["1"]
     mlp = layer["mlp"]["shared"] if family == CONFIG["model_type"] else layer["mlp"]
     for array in (mlp["up"]["kernel"], layer["attn"]["k"]["kernel"], parted.params["layer_inputs"]["table"]):

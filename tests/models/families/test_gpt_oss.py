@@ -1,11 +1,9 @@
 """GPT-OSS in the released layout: experts in MXFP4, which transformers widens and this library reads as stored."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import decodax as dx
 from decodax.io.checkpoint import CheckpointError, load_model
-from decodax.models.formats import Mxfp4
 from decodax.models.formats.mxfp4 import Mxfp4Blocks
+from tests.models.families.gpt_oss import as_released
 from tests.models.tiny import CASES, saved
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]]
@@ -29,18 +27,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     CASES["gpt-oss-wide"] = CASES["gpt-oss"][0], CASES["gpt-oss"][1] | SIZES, None
     saved("gpt-oss-wide", root)
     del CASES["gpt-oss-wide"]
-    tensors: dict[str, np.ndarray] = {}
-    for name, value in load_file(root / "model.safetensors").items():
-        if value.ndim == 3:
-            packed = Mxfp4().pack(jnp.asarray(value))
-            tensors[f"{name}_blocks"] = np.ascontiguousarray(np.swapaxes(packed.codes, -1, -2))
-            tensors[f"{name}_scales"] = np.asarray(packed.scales)
-        else:
-            tensors[name] = value
-    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((root / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (root / "config.json").write_text(json.dumps(config))
+    as_released(root)
     return root
 
 

@@ -1,6 +1,5 @@
 """GPT-OSS on 8 devices: heads, sinks and experts in MXFP4 are divided."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.models.formats import Mxfp4
+from tests.meshes import mesh_of, same_tokens
+from tests.models.families.gpt_oss import as_released
 
 pytestmark = pytest.mark.mesh
 
@@ -32,27 +31,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = jax.tree.map(lambda x: jnp.asarray(draw.normal(x.ndim == 1, 0.2, x.shape), jnp.float32),
                           model.init_params(jax.random.key(0)))
     save_model(root, model, params, config=CONFIG)
-    (root / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "mxfp4"}}))
-    tensors: dict[str, np.ndarray] = {}
-    for name, value in load_file(root / "model.safetensors").items():
-        if value.ndim == 3:
-            packed = Mxfp4().pack(jnp.asarray(value))
-            tensors[f"{name}_blocks"] = np.ascontiguousarray(np.swapaxes(packed.codes, -1, -2))
-            tensors[f"{name}_scales"] = np.asarray(packed.scales)
-        else:
-            tensors[name] = value
-    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    as_released(root, **CONFIG)
     return root
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("shape", "axes"), [((2, 2, 2), ("data", "model", "expert"))])
-def test_eight_devices_give_the_tokens_of_one(home: Path, shape: Any, axes: Any) -> None:
-    mesh = jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
-    alone, parted = dx.load(home), dx.load(home, mesh=mesh)
+def test_eight_devices_give_the_tokens_of_one(home: Path) -> None:
+    alone, parted = dx.load(home), dx.load(home, mesh=mesh_of(data=2, model=2, expert=2))
     layer = parted.params["layers"]["0"]
     for array in (layer["mlp"]["gate"]["kernel"].codes, layer["attn"]["sinks"]):
         assert array.addressable_shards[0].data.size * 2 == array.size
-    for algorithm in (None, "prompt-lookup:length=3"):
-        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=9, algorithm=algorithm).tokens for lm in (alone, parted))
-        np.testing.assert_array_equal(got, want)
+    same_tokens(alone, parted, PROMPTS, 9)

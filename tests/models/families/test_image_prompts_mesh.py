@@ -13,6 +13,7 @@ import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Images, Transformer
 from decodax.models.families import read_config
+from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.mesh
 
@@ -31,13 +32,12 @@ def test_eight_devices_give_the_tokens_of_one(tmp_path: Path) -> None:
                           model.init_params(jax.random.key(0)))
     save_model(tmp_path, model, params, config=CONFIG)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     prompts = [[5, 6, *(token for n in row for token in ([96] * n + [7, 8]))] for row in SIZES]
     vectors = [[draw.normal(size=(n, 32)) for n in row] for row in SIZES]
     further = [[draw.normal(size=(1, n, 32)) for n in row] for row in SIZES]
     grids = [[(1, 4, n) for n in row] for row in SIZES]
     made = []
-    for lm in (dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)):
+    for lm in (dx.load(tmp_path), dx.load(tmp_path, mesh=mesh_of(data=4, model=2))):
         images = Images.of(lm, prompts, vectors, grids=grids, deepstack=further)
         made.append(dx.generate(lm, prompts, inputs=images, max_new_tokens=9, eos_token_id=[]).tokens.tolist())
         plain = dx.generate(lm, prompts, max_new_tokens=9, eos_token_id=[]).tokens.tolist()

@@ -1,13 +1,12 @@
 """Multi-head latent attention on a mesh: every device has the latents, and each its own heads."""
 
 import jax
-import numpy as np
 import pytest
 
-import decodax as dx
 from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
+from tests.meshes import mesh_of, same_tokens, spread
 from tests.models.latent.test_latent import CONFIG
 
 pytestmark = pytest.mark.mesh
@@ -20,14 +19,11 @@ MODEL = Transformer(read_config(CONFIG))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_mesh_gives_the_tokens_of_one_device(kind):
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, MODEL.init_params(jax.random.key(0)))
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     alone = LM(model=MODEL, params=params, vocab_size=61)
-    parted = LM(model=MODEL, params=jax.device_put(params, MODEL.shardings(mesh)), vocab_size=61, mesh=mesh)
+    parted = spread(alone, mesh_of(kind, data=2, model=4))
     kernel = parted.params["layers"]["0"]["attn"]["k_b"]["kernel"]
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
-    for algorithm in (None, "prompt-lookup:length=3"):
-        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
-        np.testing.assert_array_equal(got, want)
+    same_tokens(alone, parted, PROMPTS, 12)
 
 
 def test_heads_are_divided_and_latents_are_not_sent():
@@ -35,8 +31,7 @@ def test_heads_are_divided_and_latents_are_not_sent():
     from decodax.bench.report import collectives, parse
     from decodax.core.window import causal
 
-    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
-                         devices=jax.devices()[:4])
+    mesh = mesh_of(data=1, model=4)
     dense = Transformer(read_config({**CONFIG, "first_k_dense_replace": 2}))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     params = jax.tree.map(place, dense.abstract_params(), dense.shardings(mesh))

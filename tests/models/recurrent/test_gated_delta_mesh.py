@@ -1,7 +1,5 @@
 """The gated delta rule on a mesh. It imports no torch, beside which collectives on CPU crash."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.caches.small import PROMPTS
+from tests.meshes import mesh_of, spread
 from tests.models.recurrent.test_gated_delta import ENTRIES
 
 pytestmark = pytest.mark.mesh
@@ -24,12 +23,11 @@ def test_the_same_tokens(family: str, kind: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     model = Transformer(read_config({"model_type": family, **ENTRIES, **heads}))
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     alone = LM(model=model, params=params, vocab_size=16)
-    spread = dataclasses.replace(alone, mesh=mesh, params=jax.device_put(params, model.shardings(mesh)))
-    delta = spread.params["layers"]["0"]["attn"]
+    parted = spread(alone, mesh_of(kind, data=4, model=2))
+    delta = parted.params["layers"]["0"]["attn"]
     assert [delta[name]["kernel"].sharding.spec[1] for name in ("in_q", "in_v", "in_a")] == ["model"] * 3
     prompts = [*PROMPTS, PROMPTS[0][:30]]
     want, got = (dx.generate(each, prompts, max_new_tokens=16, algorithm="prompt-lookup").tokens
-                 for each in (alone, spread))
+                 for each in (alone, parted))
     np.testing.assert_array_equal(got, want)

@@ -1,6 +1,5 @@
 """Short convolutions and state-space blocks on a mesh. It imports no torch, beside which collectives on CPU crash."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.caches.small import PROMPTS
 from tests.matrix import often
+from tests.meshes import mesh_of, spread
 
 pytestmark = pytest.mark.mesh
 
@@ -56,16 +56,15 @@ def test_the_same_tokens(family: str, kind: str) -> None:
     """Rows over one axis and heads, channels or experts over the other, with drafts; weights and states are divided."""
     model = Transformer(read_config({"model_type": family, **COMMON, **CASES[family]}))
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     alone = LM(model=model, params=params, vocab_size=16)
-    spread = dataclasses.replace(alone, mesh=mesh, params=jax.device_put(params, model.shardings(mesh)))
-    layer = spread.params["layers"]["0"]
+    parted = spread(alone, mesh_of(kind, data=4, model=2))
+    layer = parted.params["layers"]["0"]
     block = layer["beside" if "beside" in layer else "attn"]
     assert [block[name]["kernel"].addressable_shards[0].data.size * 2 - block[name]["kernel"].size
             for name in WEIGHTS[family].split()] == [0] * len(WEIGHTS[family].split())
     prompts = [*PROMPTS, PROMPTS[0][:30]]
     want, got = (dx.generate(each, prompts, max_new_tokens=16, algorithm="prompt-lookup").tokens
-                 for each in (alone, spread))
+                 for each in (alone, parted))
     np.testing.assert_array_equal(got, want)
 
 
@@ -76,7 +75,8 @@ def test_logits_and_states_of_a_prompt_and_a_window(family: str, shape: str) -> 
     """The model axis has 2 or 4 devices: 4 divide the heads, and not the 2 groups of heads."""
     model = Transformer(read_config({"model_type": family, **COMMON, **CASES[family]}))
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
-    mesh = jax.make_mesh(mesh_shape(shape), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    data, model_axis = mesh_shape(shape)
+    mesh = mesh_of(data=data, model=model_axis)
     tokens = np.random.default_rng(0).integers(0, 16, (4, 20)).astype(np.int32)
 
     def run(params: Any, tokens: jax.Array) -> Any:

@@ -1,7 +1,6 @@
 """Mamba, the first version, against transformers."""
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba, MambaConfig
-from tests.models.networks.mamba2 import VOCABULARY
+from tests.models.networks.mamba2 import VOCABULARY, with_random_weights
 from tests.models.small import NEW, PROMPTS, tokens_of
 
 CASES: dict[str, dict[str, Any]] = {
@@ -29,12 +28,7 @@ def written(case: str) -> tuple[Any, Path]:
     model = transformers.MambaForCausalLM(transformers.MambaConfig(**{**dict(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=6, pad_token_id=0, bos_token_id=1,
         eos_token_id=2), **CASES[case]})).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn_like(weight) * 0.3 + (1.0 if "norm" in name else 0.0))
-    directory = Path(tempfile.mkdtemp())
-    model.save_pretrained(directory)
-    return model, directory
+    return with_random_weights(model)
 
 
 @functools.cache

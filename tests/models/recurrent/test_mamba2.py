@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from decodax.engine.queue import Ticket, schedule
 from decodax.engine.request import Request
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba2, Mamba2Config
-from tests.models.networks.mamba2 import VOCABULARY
+from tests.models.networks.mamba2 import VOCABULARY, with_random_weights
 from tests.models.small import NEW, POLICY, PROMPTS, attention, scored, shapes_in, tokens_of
 
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,
@@ -38,12 +37,7 @@ def written(case: str) -> tuple[Any, Path]:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**{**SHAPE, **CASES[case]})).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn_like(weight) * 0.3 + (1.0 if "norm" in name else 0.0))
-    directory = Path(tempfile.mkdtemp())
-    model.save_pretrained(directory)
-    return model, directory
+    return with_random_weights(model)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.adaptive.arms import Adaptive, chains
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome, for_rows, of_batch
+from decodax.common.arguments import check_counts
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
@@ -53,9 +54,7 @@ class Bass(Controller):
     shrink: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("start", "grow", "shrink"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "start", "grow", "shrink")
 
     def init(self, of: Arms, batch: int) -> BassState:
         zero = jnp.zeros((), jnp.int32)

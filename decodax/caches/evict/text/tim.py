@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, own_entry
 from decodax.caches.evict.text.marks import Marks, marked, read_marks
 from decodax.caches.rotation import moved, rope_of
 from decodax.common.options import Count, Whole
@@ -120,13 +120,13 @@ class TIMCache(KeyValues, PromptPhase, Refreshes):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        own, back = k.shape[1] - q.shape[1], -self.removed[:, None]
+        back = -self.removed[:, None]
         # queries and keys of a window move together: only the distances to the cached tokens change
         turn = lambda x: moved(self.shapes[layer], x, jnp.broadcast_to(back, x.shape[:2]))
         out = window_attention(turn(q), turn(k), v, window.visible(), window.positions + back, self.kv[layer],
                                self.length - self.removed, scale=scale, sliding=sliding, softcap=softcap,
                                key_positions=window.key_positions + back, sinks=sinks)
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> TIMCache:
         if not self.kv:

@@ -31,6 +31,7 @@ from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import Verifier
 from decodax.algorithms.speculative.verify.rejection import Rejection
+from decodax.common.arguments import check_counts
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -80,9 +81,7 @@ class SJD(Draft):
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "length", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "vocab_size", "length", "top")
         check_fill(self.fill)
 
     def init(self, params: Params, s: State) -> Conditionals:

@@ -44,7 +44,7 @@ from decodax.core.round import run
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
-from decodax.pallas_kernels.window_attention.reference import BLOCK
+from decodax.pallas_kernels.window_attention import whole_blocks
 from decodax.sampling.base import Temperature
 from decodax.sampling.distribution import Policy
 
@@ -256,7 +256,7 @@ def room_for(model: Model, wanted: int) -> tuple[int, int]:
     """Returns the number of tokens of a text (`wanted`, or the number of the model's positions if it is smaller), and
     the number of cache slots for them."""
     tokens = min(wanted, model.max_positions or wanted)
-    return tokens, tokens if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK
+    return tokens, whole_blocks(tokens)
 
 
 @ALGORITHMS.register("uag", "Universal Assisted Generation: Faster Decoding with Any Assistant Model",

@@ -33,6 +33,7 @@ from decodax.algorithms.speculative.drafts.text.history import FromText
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.arguments import check_counts
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -116,9 +117,7 @@ class ADED(FromText, Draft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nodes", "depth", "k", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "nodes", "depth", "k", "rows")
         if self.explore < 0:
             raise ValueError(f"explore: got {self.explore}, takes at least 0")
 

@@ -28,6 +28,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.arguments import check_counts
 from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -119,9 +120,7 @@ class NGramModel(FromText, Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("vocab", "order"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "vocab", "order")
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         paths = Paths.start(s, max(self.order - 1, 1), room)

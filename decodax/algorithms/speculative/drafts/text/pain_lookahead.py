@@ -31,6 +31,7 @@ from decodax.algorithms.speculative.drafts.text.history import (
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.arguments import check_counts
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
@@ -60,9 +61,7 @@ class NGramTrie(FromText, Draft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("decoding_length", "branch_length", "suffix", "places"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "decoding_length", "branch_length", "suffix", "places")
 
     @property
     def length(self) -> int:

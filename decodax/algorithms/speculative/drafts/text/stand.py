@@ -45,6 +45,7 @@ from decodax.algorithms.speculative.drafts.text.ngram import Paths
 from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.arguments import check_counts
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -120,9 +121,7 @@ class Stand(Source):
     warm: Memory | None = data()
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "order", "k", "places"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "vocab", "order", "k", "places")
         if self.k > self.vocab:
             raise ValueError(f"k: got {self.k}, takes at most {self.vocab}, the vocabulary")
         if self.warm is not None and self.warm.tokens.shape[-1] != self.k:

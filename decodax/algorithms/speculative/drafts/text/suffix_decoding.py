@@ -42,6 +42,7 @@ from decodax.algorithms.speculative.drafts.text.history import (
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.arguments import check_counts
 from decodax.common.options import Count, Positive
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
@@ -73,9 +74,7 @@ class SuffixTree(FromText, Draft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("pattern", "nodes", "branch", "places"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+        check_counts(self, "pattern", "nodes", "branch", "places")
         if not self.alpha > 0:
             raise ValueError(f"alpha: got {self.alpha}, takes more than 0")
 
