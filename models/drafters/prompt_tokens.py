@@ -1,5 +1,6 @@
-"""Nodes by which the target itself predicts several tokens at once: trained prompt tokens (PPD, Chen et al., 2024;
-PaSS, Monea et al., 2023), and pseudo hidden states that begin at a middle layer (hidden transfer, Wu et al., 2024).
+"""Nodes by which the target itself predicts several tokens at once: trained prompt tokens (PPD, Chen et al., 2024),
+look-ahead embeddings (PaSS, Monea et al., 2023; S3D, Zhong and Bharadwaj, 2024), and pseudo hidden states that begin at
+a middle layer (hidden transfer, Wu et al., 2024).
 
 The target does not change. Such nodes, *probes*, stand after a token of the text; the target's hidden state at the
 `j`-th of them predicts the token `j + 2` places after that token.
@@ -67,6 +68,43 @@ class PromptTokensHead(ProbesHead):
         return weights["prompts"], None
 
 
+def middle(layers: int) -> tuple[int, ...]:
+    """Returns the middle half of a network's layers, counted from 0, without the first and the last ones.
+
+    >>> middle(32) == tuple(range(8, 24)), middle(4), middle(2)
+    (True, (1, 2), ())
+    """
+    return tuple(range(max(layers // 4, 1), layers - max(layers // 4, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LookAheadHead(PromptTokensHead):
+    """Embeddings after the newest token alone, which the target reads together with it before it drafts (PaSS, Monea et
+    al., 2023; without its middle layers S3D, Zhong and Bharadwaj, 2024). The newest token gives the first draft.
+
+    Attributes:
+        skip: layers that this pass leaves out, counted from 0.
+
+    The others are those of `PromptTokensHead`.
+    """
+
+    skip: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    @property
+    def longest(self) -> int:
+        return 1 + self.heads
+
+    def kept(self, layers: int) -> tuple[tuple[bool, bool], ...] | None:
+        """Returns the halves of a target's layers that run, for `LayeredModel.apply`; None: all.
+
+        Raises:
+            ValueError: the target, which has so many `layers`, does not have those that are left out.
+        """
+        if self.skip and not 0 <= min(self.skip) <= max(self.skip) < layers:
+            raise ValueError(f"skip: got {self.skip}, takes layers from 0 to {layers - 1}")
+        return tuple((i not in self.skip,) * 2 for i in range(layers)) if self.skip else None
+
+
 @dataclasses.dataclass(frozen=True)
 class HiddenTransferHead(ProbesHead):
     """Linear maps from the hidden state of a token at a middle layer to pseudo hidden states of the tokens after it
@@ -101,4 +139,4 @@ class HiddenTransferHead(ProbesHead):
         return None, Transfer(maps=weights["maps"], sources=sources, layers=layers)
 
 
-__all__ = ["HiddenTransferHead", "ProbesHead", "PromptTokensHead"]
+__all__ = ["HiddenTransferHead", "LookAheadHead", "ProbesHead", "PromptTokensHead", "middle"]

@@ -22,6 +22,7 @@ from decodax.algorithms.speculative.heads import drafting_source
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
+from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
@@ -134,9 +135,12 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
 
 def tokens_a_forward(lm: Any, drafter: TrainedDrafter, held: np.ndarray, shape: Shape, temperature: float) -> float:
-    """Returns the mean number of tokens of a round on held-out text, with drafts of a shape."""
+    """Returns the mean number of tokens of a forward pass of the target on held-out text, with drafts of a shape. A
+    pass that drafts counts by its share of the layers."""
     starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
     prompts = [held[start:start + PROMPT].tolist() for start in starts]
     out = dx.generate(lm, prompts, max_new_tokens=NEW, temperature=temperature, eos_token_id=[],
                       algorithm=Speculative(drafting_source(lm, drafter), shape=shape))
-    return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds))
+    head = drafter.head
+    passes = 2 - len(head.skip) / lm.model.depth if isinstance(head, LookAheadHead) else 1
+    return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds)) / passes

@@ -40,12 +40,12 @@ STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
 SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2", "chimera")
 """Drafters of small heads that read the drafted tokens, behind or beside decoder layers."""
 
-PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
+PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-2)
 """Learning rates of drafters, where not 1e-3."""
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "scheduled-sampling": dict(answers=256)}
+    "s3d": {}, "scheduled-sampling": dict(answers=256)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -77,9 +77,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
-                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
-                               "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
-                               "longspec", "mixture-of-attentions")},
+                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "pass", "s3d",
+                               "hidden-transfer", "falcon", "dflash", "dspark", "domino", "dflash2", "xpress",
+                               "jetspec", "glide", "longspec", "mixture-of-attentions")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
              for objective, more in TUNED.items()},
 }
@@ -115,7 +115,8 @@ class Options:
                                  choices=tuple(PRESETS["drafter"]))
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
-                                    "several tokens at masks (space); after the model's own tokens",
+                                    "several tokens at masks (space), also without the middle "
+                                    "layers (s3d); after the model's own tokens",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
                                     "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
@@ -131,8 +132,10 @@ class Options:
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
-                               "replaces, or masks of space (default: 5)", only="diffusion tune")
-    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+                               "replaces, masks of space, or drafts of s3d (default: 5)", only="diffusion tune")
+    mask: int | None = _option("space, s3d: id of the mask token (default: the padding token)", None, "tune")
+    skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
+                                           "tune", nargs="+", type=int, metavar="N")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "

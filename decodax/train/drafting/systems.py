@@ -29,7 +29,13 @@ from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prefixed import plain_layers
-from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
+from decodax.models.drafters.prompt_tokens import (
+    HiddenTransferHead,
+    LookAheadHead,
+    ProbesHead,
+    PromptTokensHead,
+    middle,
+)
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -153,6 +159,9 @@ SYSTEMS = {
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
         (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
     "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
+    "pass": DrafterSystem(lambda c, vocab: LookAheadHead((), vocab, width=c.width), 4, "hard", decay=1.0),
+    "s3d": DrafterSystem(lambda c, vocab: LookAheadHead(
+        (), vocab, width=c.width, skip=middle(len(c.layers))), 4, "hard", decay=1.0),
     "hidden-transfer": DrafterSystem(lambda c, vocab: HiddenTransferHead(
         upper(len(c.layers)), vocab, width=c.width), 3),
     "falcon": DrafterSystem(lambda c, vocab: FalconHead((), vocab, config=plain_layers(c, vocab)), 2,
@@ -199,8 +208,12 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, FalconHead):
         head = dataclasses.replace(head, block=drafts or own.drafts)
         return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
-    if isinstance(head, (PromptTokensHead, HiddenTransferHead)):
-        head = dataclasses.replace(head, heads=drafts or own.drafts)
+    if isinstance(head, ProbesHead):
+        # the newest token gives the first draft before look-ahead embeddings
+        heads = (drafts or own.drafts) - isinstance(head, LookAheadHead)
+        if heads < 1:
+            raise ValueError(f"drafts: got {drafts}, {system!r} takes at least 2")
+        head = dataclasses.replace(head, heads=heads)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     if isinstance(head, CrossKVHead):
         far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}

@@ -42,8 +42,8 @@ class Prompted(Struct):
     """State of `PromptTokens`.
 
     Attributes:
-        hidden: `f[B, K, D]`, the target's hidden states at the probes after the last accepted token; zeros before the
-            first round.
+        hidden: `f[B, K, D]`, the target's hidden states of which the drafts of each depth are made: those at the probes
+            after the last accepted token; zeros before the first round.
     """
 
     hidden: Array
@@ -77,13 +77,13 @@ class PromptTokens(Source):
 
     @property
     def longest(self) -> int:
-        return self.head.heads
+        return self.head.longest
 
     def init(self, params: Params, s: State) -> Prompted:
         if not isinstance(params.draft, HeadWeights):
             raise ValueError("params: PromptTokens needs its HeadWeights in Params.draft")
         one = jax.eval_shape(lambda params: embeddings(self.model, params.target, jnp.zeros((1, 1), jnp.int32)), params)
-        return Prompted(hidden=jnp.zeros((s.batch, self.head.heads, one.shape[-1]), one.dtype))
+        return Prompted(hidden=jnp.zeros((s.batch, self.longest, one.shape[-1]), one.dtype))
 
     def start(self, params: Params, s: State, state: Prompted, room: int) -> tuple[Prompted, Answer]:
         hidden = state.hidden[:, :1]
