@@ -79,7 +79,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "pass", "s3d",
                                "hidden-transfer", "falcon", "dflash", "dspark", "domino", "dflash2", "xpress",
-                               "jetspec", "glide", "longspec", "mixture-of-attentions")},
+                               "jetspec", "glide", "longspec", "mixture-of-attentions",
+                               "p-eagle", "pard")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
              for objective, more in TUNED.items()},
 }
@@ -133,7 +134,8 @@ class Options:
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
                                "replaces, masks of space, or drafts of s3d (default: 5)", only="diffusion tune")
-    mask: int | None = _option("space, s3d: id of the mask token (default: the padding token)", None, "tune")
+    mask: int | None = _option("space, s3d, pard: id of the mask token (default: the padding token)", None,
+                               "drafter tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
@@ -145,6 +147,8 @@ class Options:
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")
+    draft: str | None = _option("pard: name or directory of the draft model that is tuned (default: the first quarter "
+                                "of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "

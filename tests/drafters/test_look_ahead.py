@@ -20,6 +20,7 @@ from decodax.train.tuning import SkippyLoss
 from tests.drafters.test_block_heads import MIXED, plain
 from tests.drafters.test_prompt_tokens import SHAPES
 from tests.laws.cases import VOCABULARY, lm, model, prompts, start, texts
+from tests.matrix import often
 
 K, MASK = 3, 5
 HEADS = {"pass": LookAheadHead((), VOCABULARY, width=16, heads=K),
@@ -33,8 +34,8 @@ def drafter(name):
 
 
 @pytest.mark.wide(but=("s3d-tree",))
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "shape"), often([("s3d", "tree"), ("pass", "chain")], itertools.product(
+    HEADS, ["chain", "tree"])))
 def test_the_output_is_plain_decodings_and_drafts_are_those_that_training_compares(name, shape):
     alg = algorithms.make(name, lm("llama"), drafter(name), **({"shape": TREE} if shape == "tree" else {}))
     assert alg.drafter.length == 1 + K

@@ -106,21 +106,34 @@ def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -
     (B, T), A, K = tokens.shape, places.shape[1], head.heads
     prompts, transfer = head.inputs(weights, places)
     place, index = np.divmod(np.arange(A * K), K)
-    here = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    at = places[:, place]
-    own = (place[:, None] == place) & (index <= index[:, None])
-    text = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
-    mask = jnp.concatenate([
-        jnp.pad(text, ((0, 0), (0, 0), (0, A * K))),
-        jnp.concatenate([at[:, :, None] >= here[:, None], jnp.broadcast_to(own, (B, *own.shape))], 2)], 1)
+    positions, mask = beside(T, places[:, place], place, index)
     w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * K))), mask=mask, live=jnp.ones((B, T + A * K), bool),
-               positions=jnp.concatenate([here, at + 1 + index.astype(np.int32)], 1),
-               hints=() if transfer is None else (transfer,))
+               positions=positions, hints=() if transfer is None else (transfer,))
     if prompts is None:
         return w
     vectors = jnp.broadcast_to(prompts[index], (B, A * K, prompts.shape[1]))
     return w.replace(embeddings=jnp.pad(vectors, ((0, 0), (T, 0), (0, 0))),
                      embedded=jnp.broadcast_to(np.arange(T + A * K) >= T, (B, T + A * K)))
+
+
+def beside(length: int, at: Array, place: np.ndarray, index: np.ndarray) -> tuple[Array, Array]:
+    """Returns the positions, `i32[B, T + M]`, and the mask, `bool[B, T + M, T + M]`, of texts and of `M` further nodes
+    after some of their tokens. Such a node sees the text up to that token, those before it there, and itself.
+
+    Args:
+        length: number of tokens of a text `T`.
+        at: `i32[B, M]`, position of the token that each node stands after.
+        place: `i64[M]`, equal for nodes that stand after the same token.
+        index: `i64[M]`, number of nodes there that come before each.
+    """
+    (B, M), T = at.shape, length
+    here = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    own = (place[:, None] == place) & (index <= index[:, None])
+    text = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
+    mask = jnp.concatenate([
+        jnp.pad(text, ((0, 0), (0, 0), (0, M))),
+        jnp.concatenate([at[:, :, None] >= here[:, None], jnp.broadcast_to(own, (B, *own.shape))], 2)], 1)
+    return jnp.concatenate([here, at + 1 + index.astype(np.int32)], 1), mask
 
 
 def look_ahead(target: Any, weights: Tree, tokens: Array, places: Array, vectors: Array,
@@ -157,4 +170,4 @@ def look_ahead(target: Any, weights: Tree, tokens: Array, places: Array, vectors
     return out, hidden.reshape(B, A, n, -1)
 
 
-__all__ = ["InsertedPrompts", "inserted", "look_ahead"]
+__all__ = ["InsertedPrompts", "beside", "inserted", "look_ahead"]

@@ -94,7 +94,7 @@ class PromptTokens(Source):
                                          functools.partial(self._logits, params))
         return state, Answer(logits, hidden)
 
-    def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes:
+    def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes | None:
         t, K = tree(s.newest, proposal, self.head.heads), self.head.heads
         node, index = np.divmod(np.arange(t.size * K), K)
         own = (node[:, None] == node) & (index <= index[:, None])
