@@ -28,8 +28,12 @@ class ProbesHead(IndependentHeads):
 
     Attributes:
         width: width `D` of the target.
-        heads: number of probes `K` after a token, the largest number of drafts on a path.
+        heads: number of tokens `K` that probes after a token predict, the largest number of drafts on a path.
+        ensemble: number of probes for each of them, whose logits are averaged. Each sees only probes with its own
+            number in the ensembles before it.
     """
+
+    ensemble = 1
 
     @property
     def own_head(self) -> bool:
@@ -38,8 +42,9 @@ class ProbesHead(IndependentHeads):
 
     @abc.abstractmethod
     def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
-        """Returns what the probes are in the target's forward pass: `f[K, D]` in place of the embeddings of tokens, or
-        the layers and maps that make them. `sources`, `i32[B or 1, A]`, are the nodes that they follow."""
+        """Returns what the probes are in the target's forward pass: `f[K * ensemble, D]` in place of the embeddings of
+        tokens, an ensemble after the other, or the layers and maps that make them. `sources`, `i32[B or 1, A]`, are the
+        nodes that they follow."""
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         return head(hidden)
@@ -54,14 +59,16 @@ class PromptTokensHead(ProbesHead):
         vocab: number of logits.
         width: width `D` of the target.
         heads: number of prompt tokens `K`, the largest number of drafts on a path.
+        ensemble: number of embeddings of a prompt token, see `ProbesHead`.
     """
 
     width: int = dataclasses.field(kw_only=True)
     heads: int = dataclasses.field(default=3, kw_only=True)
+    ensemble: int = dataclasses.field(default=1, kw_only=True)
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
         module: Any = nnx.Module()
-        module.prompts = weight(rngs, (self.heads, self.width), (None, "embed"), 0.02)
+        module.prompts = weight(rngs, (self.heads * self.ensemble, self.width), (None, "embed"), 0.02)
         return module
 
     def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
@@ -89,6 +96,10 @@ class LookAheadHead(PromptTokensHead):
     """
 
     skip: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.ensemble != 1:
+            raise ValueError(f"ensemble: got {self.ensemble}, look-ahead embeddings take 1")
 
     @property
     def longest(self) -> int:

@@ -59,6 +59,7 @@ def test_the_output_is_plain_decodings_and_drafts_are_those_that_training_compar
 
 
 
+@pytest.mark.wide
 def test_the_losses_are_those_of_the_passes_one_by_one():
     """Of embeddings beside a target that does not change, and of a tuned target with a mask token."""
     network, weights = model("llama")

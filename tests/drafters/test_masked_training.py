@@ -24,7 +24,7 @@ def test_the_drop_keeps_a_share_of_the_chains_at_each_depth_and_only_what_came_b
     assert all(deeper <= x for x, deeper in itertools.pairwise(at))
 
 
-@pytest.mark.wide(but=("p-eagle",))
+@pytest.mark.wide
 @pytest.mark.parametrize("system", ["pard", "p-eagle"])
 def test_masks_at_all_places_give_the_logits_of_drafting_and_the_loss_is_their_mean(system):
     network, target = model("llama")

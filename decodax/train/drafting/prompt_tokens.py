@@ -77,8 +77,9 @@ class InsertedPrompts:
             own = logits_of(self.target, weights, hidden.reshape(B, -1, hidden.shape[-1]))
         else:
             out = self.target.apply(weights, inserted(tokens, places, self.head, params), self.target.init_cache(B, 0))
-            own = out.logits(jnp.broadcast_to(jnp.arange(T, T + places.shape[1] * n, dtype=jnp.int32),
-                                              (B, places.shape[1] * n)))
+            own = out.logits(jnp.broadcast_to(jnp.arange(T, out.hidden.shape[1], dtype=jnp.int32),
+                                              (B, out.hidden.shape[1] - T)))
+            own = own.reshape(B, -1, self.head.ensemble, own.shape[-1]).mean(2)
         at = places[..., None] + (not ahead) + jnp.arange(n, dtype=jnp.int32)       # the target predicts the same there
         live = flat((at < T) & begun[..., None])
         following = jnp.where(at + 1 < T, jnp.take_along_axis(tokens, jnp.minimum(flat(at + 1), T - 1), 1).reshape(
@@ -103,17 +104,18 @@ def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -
         head: the probes.
         weights: the head's weights.
     """
-    (B, T), A, K = tokens.shape, places.shape[1], head.heads
+    (B, T), A, n = tokens.shape, places.shape[1], head.heads * head.ensemble
     prompts, transfer = head.inputs(weights, places)
-    place, index = np.divmod(np.arange(A * K), K)
-    positions, mask = beside(T, places[:, place], place, index)
-    w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * K))), mask=mask, live=jnp.ones((B, T + A * K), bool),
+    place, probe = np.divmod(np.arange(A * n), n)
+    index, member = np.divmod(probe, head.ensemble)
+    positions, mask = beside(T, places[:, place], place * head.ensemble + member, index)
+    w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * n))), mask=mask, live=jnp.ones((B, T + A * n), bool),
                positions=positions, hints=() if transfer is None else (transfer,))
     if prompts is None:
         return w
-    vectors = jnp.broadcast_to(prompts[index], (B, A * K, prompts.shape[1]))
+    vectors = jnp.broadcast_to(prompts[probe], (B, A * n, prompts.shape[1]))
     return w.replace(embeddings=jnp.pad(vectors, ((0, 0), (T, 0), (0, 0))),
-                     embedded=jnp.broadcast_to(np.arange(T + A * K) >= T, (B, T + A * K)))
+                     embedded=jnp.broadcast_to(np.arange(T + A * n) >= T, (B, T + A * n)))
 
 
 def beside(length: int, at: Array, place: np.ndarray, index: np.ndarray) -> tuple[Array, Array]:
@@ -123,7 +125,7 @@ def beside(length: int, at: Array, place: np.ndarray, index: np.ndarray) -> tupl
     Args:
         length: number of tokens of a text `T`.
         at: `i32[B, M]`, position of the token that each node stands after.
-        place: `i64[M]`, equal for nodes that stand after the same token.
+        place: `i64[M]`, equal for nodes that stand after the same token and see each other.
         index: `i64[M]`, number of nodes there that come before each.
     """
     (B, M), T = at.shape, length

@@ -10,7 +10,7 @@ from decodax.algorithms.speculative.heads.cross_kv import cross_kv
 from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
 from decodax.algorithms.speculative.heads.mixture_of_attentions import mixture
 from decodax.algorithms.speculative.heads.prompted.pass_ import look_ahead
-from decodax.algorithms.speculative.heads.prompted.ppd import prompt_tokens
+from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter

@@ -18,7 +18,7 @@ import numpy as np
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.self_draft import conditional, layered
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.prompted.ppd import Prompted, PromptTokens
+from decodax.algorithms.speculative.heads.prompted.source import Prompted, PromptTokens
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Answer, Shape
 from decodax.algorithms.speculative.tree import Proposal

@@ -3,120 +3,129 @@ pass that verifies ("Hardware-Aware Parallel Prompt Decoding for Memory-Efficien
 et al., 2024).
 
 Every node of the draft tree has prompt tokens of its own. Those of the last accepted node give the next round's
-guesses, so drafting has no forward pass and no weights but their embeddings. The paper's prompt tokens may be ensembles
-and differ in number between nodes; here each is one, and every node has all of them. Training: distance to the target's
-own distribution, at places of a text (`decodax.train.drafting.prompt_tokens`).
+guesses, so drafting has no forward pass and no weights but their embeddings. A prompt token may be an ensemble of
+embeddings, whose logits are averaged. With `SparseTrees` nodes differ in the number of their prompt tokens, and that of
+a row's last node decides its next tree; otherwise every node has all of them. Training: distance to the target's own
+distribution, at places of a text (`decodax.train.drafting.prompt_tokens`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import HeadWeights, logits_by_depth, spread, trained
-from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
-from decodax.algorithms.speculative.tree import Probes, Proposal, tree
+from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
+from decodax.algorithms.speculative.heads.prompted.source import PromptTokens, prompt_tokens
+from decodax.algorithms.speculative.source import Shape
+from decodax.algorithms.speculative.tree import Probes, Proposal
+from decodax.algorithms.speculative.trees.sparse_trees import DepthState, SparseTrees
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.registry import ALGORITHMS
-from decodax.common.struct import Struct, short, struct
-from decodax.core.cache import Feature
-from decodax.core.composed import data
-from decodax.core.loaded import network_of
+from decodax.common.struct import short, struct
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, Transfer, embeddings, logits_of
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
-from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
 @struct
-class Prompted(Struct):
-    """State of `PromptTokens`.
+class SparselyPrompted(DepthState):
+    """State of `SparsePromptTokens`.
 
     Attributes:
-        hidden: `f[B, K, D]`, the target's hidden states of which the drafts of each depth are made: those at the probes
-            after the last accepted token; zeros before the first round.
+        known: `i32[B]`, number of prompt tokens of each row's last accepted token; 1 before the first round.
+        hidden: that of `Prompted`; entries from `known` on repeat the last one.
     """
 
     hidden: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptTokens(Source):
-    """Drafts with the target's own predictions at trained probes: prompt tokens, or transferred hidden states.
+class SparsePromptTokens(PromptTokens):
+    """Drafts at prompt tokens, with a tree and numbers of prompt tokens for each state of a row.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
-        head: the probes after each node.
-        weights: their `HeadWeights`.
-        vocab_size: number of logits of the target; None: that of the head.
+        trees: the trees.
+
+    The others are those of `PromptTokens`.
+
+    Raises:
+        ValueError: `trees` has not a tree for each prompt token.
     """
 
     __repr__ = short
 
-    model: Any
-    head: ProbesHead
-    weights: Any = data()
-    vocab_size: int | None = None
-    cache_needs: ClassVar[frozenset[Feature]] = TREES
+    trees: SparseTrees = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model)[0])
-
-    def for_vocabulary(self, size: int) -> PromptTokens:
-        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
-        return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
+        super().__post_init__()
+        if len(self.trees.trees) != self.head.heads:
+            raise ValueError(f"shape: got SparseTrees of {len(self.trees.trees)} states, and the drafter has "
+                             f"{self.head.heads} prompt tokens; takes as many")
 
     @property
-    def longest(self) -> int:
-        return self.head.longest
+    def shape(self) -> SparseTrees:
+        return self.trees
 
-    def init(self, params: Params, s: State) -> Prompted:
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError("params: PromptTokens needs its HeadWeights in Params.draft")
-        one = jax.eval_shape(lambda params: embeddings(self.model, params.target, jnp.zeros((1, 1), jnp.int32)), params)
-        return Prompted(hidden=jnp.zeros((s.batch, self.longest, one.shape[-1]), one.dtype))
+    def init(self, params: Params, s: State) -> SparselyPrompted:   # type: ignore[override]
+        return SparselyPrompted(known=jnp.ones(s.batch, jnp.int32), hidden=super().init(params, s).hidden)
 
-    def start(self, params: Params, s: State, state: Prompted, room: int) -> tuple[Prompted, Answer]:
-        hidden = state.hidden[:, :1]
-        return state, Answer(self._logits(params, hidden), hidden)
+    def probes(self, params: Params, s: State, state: Any, proposal: Proposal) -> Probes:
+        row, t = state.known - 1, PromptPlan(self.trees, self.head.ensemble)
+        vectors, _ = self.head.inputs(params.draft.head, jnp.zeros((1, 1), jnp.int32))
+        assert vectors is not None
+        return Probes(tokens=jnp.zeros((s.batch, t.size), jnp.int32), sees=jnp.asarray(t.sees)[row],
+                      offset=jnp.asarray(t.offset)[row], embeddings=vectors[jnp.asarray(t.probe)[row]])
 
-    def extend(self, params: Params, s: State, state: Prompted, level: Level) -> tuple[Prompted, Answer]:
-        hidden, logits = logits_by_depth(state.hidden, level.positions - s.length[:, None] + 1,
-                                         functools.partial(self._logits, params))
-        return state, Answer(logits, hidden)
-
-    def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes | None:
-        t, K = tree(s.newest, proposal, self.head.heads), self.head.heads
-        node, index = np.divmod(np.arange(t.size * K), K)
-        own = (node[:, None] == node) & (index <= index[:, None])
-        above = jnp.asarray(t.sees)[:, node]
-        sees = jnp.concatenate([above, jnp.broadcast_to(own, (above.shape[0], *own.shape))], 2)
-        vectors, transfer = self.head.inputs(params.draft.head, jnp.arange(t.size, dtype=jnp.int32)[None])
-        return Probes(tokens=jnp.zeros((s.batch, len(node)), jnp.int32), sees=sees,
-                      offset=jnp.asarray(t.depth)[:, node] + 1 + index.astype(np.int32),
-                      embeddings=None if vectors is None else vectors[index][None], transfer=transfer)
-
-    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
-                state: Prompted) -> Prompted:
-        if decision is None or (window.embedded is None and window.hint(Transfer) is None):
+    def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        if decision is None or window.embedded is None:
             return state                    # of a window that another drafter has proposed
-        K = self.head.heads
+        row, t, E = state.known - 1, PromptPlan(self.trees, self.head.ensemble), self.head.ensemble
         last = jnp.maximum(decision.count - 1, 0)[:, None]
-        node = jnp.maximum(jnp.take_along_axis(decision.source, last, 1), 0)
-        found = take(out.hidden, window.width // (1 + K) + node * K + jnp.arange(K, dtype=jnp.int32))
-        return Prompted(hidden=jnp.where((decision.count > 0)[:, None, None], found, state.hidden))
+        node = jnp.maximum(jnp.take_along_axis(decision.source, last, 1), 0)[:, 0]
+        known = jnp.asarray(t.prompts)[row, node]
+        depth, member = np.divmod(np.arange(self.head.heads * E), E)
+        at = jnp.minimum(depth, known[:, None] - 1) * E + member
+        found = take(out.hidden, 1 + self.trees.nodes + jnp.asarray(t.first)[row, node][:, None] + at)
+        on = decision.count > 0
+        return SparselyPrompted(known=jnp.where(on, known, state.known), hidden=jnp.where(
+            on[:, None, None], found.reshape(state.hidden.shape), state.hidden))
 
-    def _logits(self, params: Params, hidden: Array) -> Array:
-        return spread(logits_of(self.model, params.target, hidden), None, self.vocab_size)
+
+class PromptPlan:
+    """The prompt tokens of sparse trees, for each state. Ensembles of E embeddings have E nodes.
+
+    Attributes:
+        size: number of their nodes `P` in a window.
+        prompts: `i32[K, 1 + N]`, number of prompt tokens after each node; 1 for padding.
+        first: `i32[K, 1 + N]`, the first of their nodes.
+        probe: `i32[K, P]`, the embedding of each node.
+        offset: `i32[K, P]`, see `Probes`.
+        sees: `bool[K, P, 1 + N + P]`, see `Probes`.
+    """
+
+    def __init__(self, trees: SparseTrees, ensemble: int):
+        K, N, E = len(trees.trees), trees.nodes, ensemble
+        self.size = P = E * max(sum(t.prompts) for t in trees.trees)
+        self.prompts, self.first = np.ones((K, 1 + N), np.int32), np.zeros((K, 1 + N), np.int32)
+        self.probe, self.offset = np.zeros((K, P), np.int32), np.zeros((K, P), np.int32)
+        self.sees = np.zeros((K, P, 1 + N + P), bool)
+        for k, t in enumerate(trees.trees):
+            order, at = [(), *Fixed(t.paths).order], 0
+            for node, (path, count) in enumerate(zip(order, t.prompts, strict=True)):
+                self.prompts[k, node], self.first[k, node] = count, at
+                above = [order.index(path[:i]) for i in range(len(path) + 1)]
+                for j in range(count):
+                    for e in range(E):
+                        one = at + j * E + e
+                        self.probe[k, one], self.offset[k, one] = j * E + e, len(path) + 1 + j
+                        self.sees[k, one, above] = True
+                        self.sees[k, one, 1 + N + at + e:1 + N + one + 1:E] = True
+                at += count * E
 
 
 @ALGORITHMS.register("ppd",
@@ -131,20 +140,15 @@ def ppd(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier
     Args:
         lm: the target.
         draft: a drafter from `decodax.load_drafter`; None: the shipped one.
-        shape: shape of the draft tree; None: a chain with a draft for each prompt token.
+        shape: shape of the draft tree, such as the paper's, `dx.trees.SparseTrees`; None: a chain with a draft for each
+            prompt token.
         verify: the rule that accepts drafts; None: seed-exact.
     """
     source = prompt_tokens(lm, draft, "ppd")
+    if isinstance(shape, SparseTrees):
+        return Speculative(SparsePromptTokens(source.model, source.head, source.weights, trees=shape),
+                           verify or SeedExact())
     return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))
 
 
-def prompt_tokens(lm: Any, draft: Any, *systems: str) -> PromptTokens:
-    """Returns the source of drafts for a target, from trained probes; the arguments are those of `trained`.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has a network.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, ProbesHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes trained probes")
-    return PromptTokens(made.model, made.head, made.weights)
+__all__ = ["SparsePromptTokens", "ppd"]
