@@ -12,7 +12,8 @@ from decodax.algorithms.speculative.trees.sparse_trees import expected_tokens
 from decodax.core import drivers
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.prompt_tokens import LookAheadHead, PromptTokensHead
-from decodax.train.drafting.prompt_tokens import inserted
+from decodax.train.drafting.prompt_tokens import InsertedPrompts, inserted
+from decodax.train.drafting.sparse_trees import fit_sparse_trees, guess_counts
 from tests.drafters.test_block_heads import MIXED, plain
 from tests.laws.cases import VOCABULARY, lm, prompts, start, texts
 
@@ -61,6 +62,19 @@ def test_fitted_trees_give_the_most_tokens_for_their_nodes():
     assert total / rounds == pytest.approx(expected_tokens(found, accuracy), rel=0.02)     # 4 standard deviations
     with pytest.raises(ValueError, match="size: got 3, takes at least 4"):
         sparse_trees(accuracy, 3)
+
+
+@pytest.mark.wide
+def test_acceptance_is_measured_on_texts():
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (3, 12))
+    objective = InsertedPrompts(lm("llama").model, HEAD, places=99)
+    hits, total = guess_counts(objective, lm("llama").params, drafter().params, jnp.asarray(tokens), VOCABULARY)
+    assert total.tolist() == [30, 30] and hits.sum(1).tolist() == total.tolist()
+    trees = fit_sparse_trees(lm("llama"), drafter(), tokens, 16)
+    accuracy = np.asarray(hits)[:, :10] / np.asarray(total)[:, None]
+    assert trees == sparse_trees(accuracy, 16, E) and len(trees.trees) == K
+    with pytest.raises(ValueError, match="tokens: got an array of shape"):
+        fit_sparse_trees(lm("llama"), drafter(), [[1, 2]], 16)
 
 
 def test_trees_that_do_not_fit_are_named():

@@ -66,8 +66,21 @@ class InsertedPrompts:
             batch: `i32[B, T + 1]`; the last token is not used.
             extra: the target's weights.
         """
-        tokens, n, ahead = batch[:, :-1], self.steps, isinstance(self.head, LookAheadHead)
-        B, T = tokens.shape
+        n, ahead = self.steps, isinstance(self.head, LookAheadHead)
+        truth, own, labels, live = self.compared(params, batch[:, :-1], extra)
+        count = lambda x: jnp.where(live, x, 0).reshape(len(batch), -1, n).sum((0, 1))
+        many = jnp.maximum(count(1.0), 1)
+        scalars = {f"accepted_{j + 1}": x for j, x in enumerate(count(acceptance(truth, own)) / many)}
+        shares = self.decay ** jnp.arange(n - ahead)
+        shares = jnp.pad(shares / shares.sum(), (ahead, 0))     # the newest token's draft has nothing to learn
+        loss = (count(loss_of(self.loss)(truth, own, labels)) / many * shares).sum()
+        return loss, {"loss": loss, **scalars}
+
+    def compared(self, params: Tree, tokens: Array, extra: Tree) -> tuple[Array, Array, Array, Array]:
+        """Returns what is compared for `A` random places in each of the texts `i32[B, T]`: the target's logits and
+        those of the drafts, `f32[B, A K, V]` each; the text's own tokens, `i32[B, A K]`, -1 after its end; and which of
+        them count, `bool[B, A K]`. The other arguments are those of a call."""
+        (B, T), n, ahead = tokens.shape, self.steps, isinstance(self.head, LookAheadHead)
         usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
         places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
         weights, params = cast(jax.lax.stop_gradient(extra), self.dtype), cast(params, self.dtype)
@@ -82,16 +95,9 @@ class InsertedPrompts:
             own = own.reshape(B, -1, self.head.ensemble, own.shape[-1]).mean(2)
         at = places[..., None] + (not ahead) + jnp.arange(n, dtype=jnp.int32)       # the target predicts the same there
         live = flat((at < T) & begun[..., None])
-        following = jnp.where(at + 1 < T, jnp.take_along_axis(tokens, jnp.minimum(flat(at + 1), T - 1), 1).reshape(
-            at.shape), -1)
+        labels = jnp.where(flat(at + 1) < T, jnp.take_along_axis(tokens, jnp.minimum(flat(at + 1), T - 1), 1), -1)
         truth = jax.lax.stop_gradient(out.logits(jnp.minimum(flat(at), T - 1)))
-        count = lambda x: jnp.where(live, x, 0).reshape(B, -1, n).sum((0, 1))
-        many = jnp.maximum(count(1.0), 1)
-        scalars = {f"accepted_{j + 1}": x for j, x in enumerate(count(acceptance(truth, own)) / many)}
-        shares = self.decay ** jnp.arange(n - ahead)
-        shares = jnp.pad(shares / shares.sum(), (ahead, 0))     # the newest token's draft has nothing to learn
-        loss = (count(loss_of(self.loss)(truth, own, flat(following))) / many * shares).sum()
-        return loss, {"loss": loss, **scalars}
+        return truth, own, labels, live
 
 
 def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -> Window:

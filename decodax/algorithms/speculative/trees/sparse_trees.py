@@ -4,7 +4,7 @@ Acceleration of LLM Inference", Chen et al., 2024).
 A window has the newest token, drafts, and prompt tokens after each of them. As many prompt tokens as the last accepted
 node had, as deep may the next tree be: that is the state of a row, and each state has a tree of its own. Prompt tokens
 after nodes at which a round seldom ends are left out, and drafts take their place. `sparse_trees` finds the split that
-gives the most tokens, by measured acceptance (`decodax.train.fit_sparse_trees` measures it).
+gives the most tokens, by measured acceptance (`decodax.train.drafting.sparse_trees` measures it).
 """
 
 from __future__ import annotations
