@@ -77,7 +77,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("system", often(["eagle-3", "dspark"], ["eagle-3", "dspark", "chimera", "falcon"]))
+@pytest.mark.parametrize("system", often(["eagle-3", "dspark"], [
+    "eagle-3", "dspark", "chimera", "falcon", "p-eagle", "s3d"]))
 def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path: Path) -> None:
     own = Options(recipe="drafter", system=system, target=options.target, corpus=options.corpus, steps=10, warmup=2,
                   decay_from=8, batch=4, length=32, peak=3e-3, loss="hard", log_every=1, eval_every=50,

@@ -10,7 +10,7 @@ mask sees those before it.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -138,8 +138,8 @@ class TunedDraftModel(MaskedChains):
     The others are those of `MaskedChains`.
     """
 
-    draft: Any = None
-    mask: int = 0
+    draft: Any = field(kw_only=True)
+    mask: int = field(kw_only=True)
 
     def logits(self, params: Tree, extra: Tree, tokens: Array, nodes: Window) -> tuple[Array, Array]:
         B, T = tokens.shape
@@ -162,11 +162,10 @@ class MaskedPairs(MaskedChains):
     The others are those of `MaskedChains`.
     """
 
-    head: ParallelHead | None = None
+    head: ParallelHead = field(kw_only=True)
     ahead = 1       # the pair at a position has the token after it
 
     def logits(self, params: Tree, extra: Tree, tokens: Array, nodes: Window) -> tuple[Array, Array]:
-        assert self.head is not None
         head, params, weights = self.head, cast(params, self.dtype), jax.lax.stop_gradient(extra)
         truth, features = target_outputs(self.target, head, extra, tokens, self.dtype)
         B, more = tokens.shape[0], nodes.positions.shape[1] - tokens.shape[1]

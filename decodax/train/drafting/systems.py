@@ -30,13 +30,7 @@ from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prefixed import plain_layers
-from decodax.models.drafters.prompt_tokens import (
-    HiddenTransferHead,
-    LookAheadHead,
-    ProbesHead,
-    PromptTokensHead,
-    middle,
-)
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, PromptTokensHead, middle
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -220,7 +214,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         # the learned feature says that a token is not known; the mask's own embedding has less to say
         head = dataclasses.replace(head, mask=lm.pad, drafts=drafts or own.drafts)
         return MaskedPairs(lm.model, head.drafts, loss or own.loss, ids=chosen, dtype=dtype, head=head)
-    if isinstance(head, ProbesHead):
+    if isinstance(head, (PromptTokensHead, HiddenTransferHead)):
         # the newest token gives the first draft before look-ahead embeddings
         heads = (drafts or own.drafts) - isinstance(head, LookAheadHead)
         if heads < 1:
