@@ -211,7 +211,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         head = dataclasses.replace(head, block=drafts or own.drafts)
         return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
     if isinstance(head, ParallelHead):
-        # the learned feature says that a token is not known; the mask's own embedding has less to say
+        # any token serves as the mask, since the learned feature marks such a pair
         head = dataclasses.replace(head, mask=lm.pad, drafts=drafts or own.drafts)
         return MaskedPairs(lm.model, head.drafts, loss or own.loss, ids=chosen, dtype=dtype, head=head)
     if isinstance(head, (PromptTokensHead, HiddenTransferHead)):
