@@ -33,5 +33,9 @@ def sub_model(lm: Any, layers: int) -> Any:
         raise ValueError(f"layers: got {layers}, takes 1 to {len(config.layers)}")
     model = dataclasses.replace(network, config=dataclasses.replace(config, layers=config.layers[:layers]))
     params = {**lm.params, "layers": {str(i): lm.params["layers"][str(i)] for i in range(layers)}}
-    # the files that it was loaded from have more layers
-    return dataclasses.replace(lm, model=model, params=params, directory=None)
+    # the files that it was loaded from have more layers; entries of lists are those of layers
+    entries = {name: x[:layers] if isinstance(x, list) and len(x) == len(config.layers) else x
+               for name, x in lm.config_entries.items()}
+    if "num_hidden_layers" in entries:
+        entries["num_hidden_layers"] = layers
+    return dataclasses.replace(lm, model=model, params=params, directory=None, entries=entries)

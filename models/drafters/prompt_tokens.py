@@ -1,5 +1,6 @@
-"""Nodes by which the target itself predicts several tokens at once: trained prompt tokens (PPD, Chen et al., 2024;
-PaSS, Monea et al., 2023), and pseudo hidden states that begin at a middle layer (hidden transfer, Wu et al., 2024).
+"""Nodes by which the target itself predicts several tokens at once: trained prompt tokens (PPD, Chen et al., 2024),
+look-ahead embeddings (PaSS, Monea et al., 2023; S3D, Zhong and Bharadwaj, 2024), and pseudo hidden states that begin at
+a middle layer (hidden transfer, Wu et al., 2024).
 
 The target does not change. Such nodes, *probes*, stand after a token of the text; the target's hidden state at the
 `j`-th of them predicts the token `j + 2` places after that token.
@@ -27,8 +28,12 @@ class ProbesHead(IndependentHeads):
 
     Attributes:
         width: width `D` of the target.
-        heads: number of probes `K` after a token, the largest number of drafts on a path.
+        heads: number of tokens `K` that probes after a token predict, the largest number of drafts on a path.
+        ensemble: number of probes for each of them, whose logits are averaged. Each sees only probes with its own
+            number in the ensembles before it.
     """
+
+    ensemble = 1
 
     @property
     def own_head(self) -> bool:
@@ -37,8 +42,9 @@ class ProbesHead(IndependentHeads):
 
     @abc.abstractmethod
     def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
-        """Returns what the probes are in the target's forward pass: `f[K, D]` in place of the embeddings of tokens, or
-        the layers and maps that make them. `sources`, `i32[B or 1, A]`, are the nodes that they follow."""
+        """Returns what the probes are in the target's forward pass: `f[K * ensemble, D]` in place of the embeddings of
+        tokens, an ensemble after the other, or the layers and maps that make them. `sources`, `i32[B or 1, A]`, are the
+        nodes that they follow."""
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         return head(hidden)
@@ -53,18 +59,61 @@ class PromptTokensHead(ProbesHead):
         vocab: number of logits.
         width: width `D` of the target.
         heads: number of prompt tokens `K`, the largest number of drafts on a path.
+        ensemble: number of embeddings of a prompt token, see `ProbesHead`.
     """
 
     width: int = dataclasses.field(kw_only=True)
     heads: int = dataclasses.field(default=3, kw_only=True)
+    ensemble: int = dataclasses.field(default=1, kw_only=True)
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:
         module: Any = nnx.Module()
-        module.prompts = weight(rngs, (self.heads, self.width), (None, "embed"), 0.02)
+        module.prompts = weight(rngs, (self.heads * self.ensemble, self.width), (None, "embed"), 0.02)
         return module
 
     def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
         return weights["prompts"], None
+
+
+def middle(layers: int) -> tuple[int, ...]:
+    """Returns the middle half of a network's layers, counted from 0, without the first and the last ones.
+
+    >>> middle(32) == tuple(range(8, 24)), middle(4), middle(2)
+    (True, (1, 2), ())
+    """
+    return tuple(range(max(layers // 4, 1), layers - max(layers // 4, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LookAheadHead(PromptTokensHead):
+    """Embeddings after the newest token alone, which the target reads together with it before it drafts (PaSS, Monea et
+    al., 2023; without its middle layers S3D, Zhong and Bharadwaj, 2024). The newest token gives the first draft.
+
+    Attributes:
+        skip: layers that this pass leaves out, counted from 0.
+
+    The others are those of `PromptTokensHead`.
+    """
+
+    skip: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.ensemble != 1:
+            raise ValueError(f"ensemble: got {self.ensemble}, look-ahead embeddings take 1")
+
+    @property
+    def longest(self) -> int:
+        return 1 + self.heads
+
+    def kept(self, layers: int) -> tuple[tuple[bool, bool], ...] | None:
+        """Returns the halves of a target's layers that run, for `LayeredModel.apply`; None: all.
+
+        Raises:
+            ValueError: the target, which has so many `layers`, does not have those that are left out.
+        """
+        if self.skip and not 0 <= min(self.skip) <= max(self.skip) < layers:
+            raise ValueError(f"skip: got {self.skip}, takes layers from 0 to {layers - 1}")
+        return tuple((i not in self.skip,) * 2 for i in range(layers)) if self.skip else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,4 +150,4 @@ class HiddenTransferHead(ProbesHead):
         return None, Transfer(maps=weights["maps"], sources=sources, layers=layers)
 
 
-__all__ = ["HiddenTransferHead", "ProbesHead", "PromptTokensHead"]
+__all__ = ["HiddenTransferHead", "LookAheadHead", "ProbesHead", "PromptTokensHead", "middle"]

@@ -6,6 +6,7 @@ target's distribution at each position is what the drafter learns, so the text n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +21,23 @@ from tokenizers import Tokenizer
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.drafts import MaskedDrafts
 from decodax.algorithms.speculative.heads import drafting_source
-from decodax.algorithms.speculative.source import Shape
+from decodax.algorithms.speculative.source import Shape, Source
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.jobs.own_chats import write_chats
+from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import block_acceptances
+from decodax.train.drafting.masked import TunedDraftModel
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
 from decodax.train.tuning import read_examples
 from recipes.options import Options
 from recipes.run import Recipe, target_of
+from recipes.tune import checked
 
 EVAL_WINDOWS = 24
 """Held-out windows of an evaluation."""
@@ -132,9 +137,27 @@ def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
     return np.concatenate([*pieces, np.asarray([end], np.int32)])
 
 
+def draft_model(options: Options, lm: Any) -> Any:
+    """Returns the draft model that PARD tunes.
+
+    Raises:
+        ValueError: it cannot be trained, or has another vocabulary than the target.
+    """
+    draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if options.draft is None else
+                    dx.load(options.draft, dtype="float32"))
+    if draft.vocab_size != lm.vocab_size:
+        raise ValueError(f"draft: got {options.draft!r} with {draft.vocab_size} logits; takes a model with the "
+                         f"{lm.vocab_size} of {lm.name!r}")
+    return draft
+
+
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
     lm = target_of(options)
+    if options.system != "pard" and (options.draft, options.mask) != (None, None):
+        raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
+                         "no draft model; takes None")
+    draft = draft_model(options, lm) if options.system == "pard" else None
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     files = list(options.data)
     if options.own_chats:
@@ -143,10 +166,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         write_chats(lm, Path(files[-1]), options.own_chats, seed=options.seed, report=lambda done: console.print(
             f"{done:,} of {options.own_chats:,} chats in {files[-1]}", soft_wrap=True))
     text = examples(lm, files) if files else source_code(lm, options.corpus)
-    own = SYSTEMS[options.system]
-    count = options.draft_vocab or (None if own.share == 1 else int(own.share * lm.model.config.vocab))
+    share = 1 if draft is not None else SYSTEMS[options.system].share
+    count = options.draft_vocab or (None if share == 1 else int(share * lm.model.config.vocab))
     ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)
-    objective = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype)
+    mask = lm.pad if options.mask is None else options.mask
+    objective: Any = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype
+                                  ) if draft is None else TunedDraftModel(
+        lm.model, options.drafts or 8, options.loss or "hard", dtype=options.dtype, draft=draft.model, mask=mask)
     batches = corpus.Batches(text.train, options.batch or 8, options.length or 256, options.seed)
     windows = corpus.Batches(text.held, EVAL_WINDOWS, options.length or 256)[0][:, :-1]
     table = None if ids is None else jnp.asarray(ids)
@@ -164,14 +190,24 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
         one = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
-        made = TrainedDrafter(options.system, objective.head, one, table, target.name)
-        drafts = min(4, objective.head.longest or 4)
+        if draft is None:
+            made = TrainedDrafter(options.system, objective.head, one, table, target.name)
+            source, longest = drafting_source(lm, made), objective.head.longest
+        else:
+            source, longest = MaskedDrafts(draft.with_params(one), drafts=objective.steps, mask=mask), objective.steps
+        drafts = min(4, longest or 4)
         measured = {"greedy": (Chain(drafts), 0.0), "sampled": (Chain(drafts), 1.0),
-                    "tree": (ConfidenceTree(NODES, objective.head.longest or 6, 6), 0.0)}
-        figures = {name: round(tokens_a_forward(lm, made, text, *how), 3) for name, how in measured.items()}
+                    "tree": (ConfidenceTree(NODES, longest or 6, 6), 0.0)}
+        figures = {name: round(tokens_a_forward(lm, source, text, *how), 3) for name, how in measured.items()}
         by_depth = [round(float(x), 4) for x in accepted(exact)]
         facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **figures}
-        save_drafter(target, made, facts={"training": facts})
+        if draft is None:
+            save_drafter(target, made, facts={"training": facts})
+        else:
+            dx.save(draft.with_params(jax.tree.map(np.asarray, shipped)), target)
+            config = target / "config.json"
+            entries = {"pard_token": mask, "spd_type": "pard", "training": facts}     # the authors' names
+            config.write_text(json.dumps(json.loads(config.read_text()) | entries, indent=2) + "\n")
         told = {**facts, "accepted": ", ".join(map(str, by_depth)),
                 "entry": ENTRIES.get(options.system, options.system)}
         (target / "README.md").write_text(CARD.format(
@@ -179,14 +215,16 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             prompts=text.where, new=NEW, nodes=NODES))
         return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
-    return Recipe(first_weights(objective, lm, jax.random.key(options.seed)), objective,
-                  lambda run: batches[run.step], lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish,
-                  extra=lambda step: weights)
+    first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.params
+    return Recipe(first, objective, lambda run: batches[run.step],
+                  lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: weights)
 
 
-def tokens_a_forward(lm: Any, drafter: TrainedDrafter, text: Text, shape: Shape, temperature: float) -> float:
-    """Returns the mean number of tokens of a round behind held-out prompts, with drafts of a shape."""
+def tokens_a_forward(lm: Any, source: Source, text: Text, shape: Shape, temperature: float) -> float:
+    """Returns the mean number of tokens of a forward pass of the target behind held-out prompts, with drafts of a
+    shape. A pass that drafts counts by its share of the layers."""
     out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature,
-                      algorithm=Speculative(drafting_source(lm, drafter), shape=shape),
-                      **({} if text.stops else {"eos_token_id": []}))
-    return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds))
+                      algorithm=Speculative(source, shape=shape), **({} if text.stops else {"eos_token_id": []}))
+    head = getattr(source, "head", None)
+    passes = 2 - len(head.skip) / lm.model.depth if isinstance(head, LookAheadHead) else 1
+    return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds)) / passes

@@ -40,12 +40,12 @@ STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
 SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2", "chimera")
 """Drafters of small heads that read the drafted tokens, behind or beside decoder layers."""
 
-PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
+PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-2)
 """Learning rates of drafters, where not 1e-3."""
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "lud": {}, "scheduled-sampling": dict(answers=256), "dparallel": dict(answers=256, peak=3e-5),
+    "lud": {}, "s3d": {}, "scheduled-sampling": dict(answers=256), "dparallel": dict(answers=256, peak=3e-5),
     "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
@@ -81,9 +81,9 @@ PRESETS: dict[str, dict[str, Preset]] = {
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
-                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
-                               "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
-                               "longspec", "mixture-of-attentions")},
+                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "pass", "s3d",
+                               "hidden-transfer", "falcon", "dflash", "dspark", "domino", "dflash2", "xpress",
+                               "jetspec", "glide", "longspec", "mixture-of-attentions", "p-eagle", "pard")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0) | more)
              for objective, more in TUNED.items()},
 }
@@ -119,9 +119,10 @@ class Options:
                                  choices=tuple(PRESETS["drafter"]))
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
-                                    "several tokens at masks (space), or units at placeholders (lud); after the "
-                                    "model's own tokens; a diffusion model's answers to be surer of them (dparallel), "
-                                    "or a filter that knows when it is right (learn2pd)",
+                                    "several tokens at masks (space), also without the middle layers (s3d), or "
+                                    "units at placeholders (lud); after the model's own tokens; a diffusion model's "
+                                    "answers to be surer of them (dparallel), or a filter that knows when it is right "
+                                    "(learn2pd)",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus)', (),
@@ -142,10 +143,13 @@ class Options:
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
-                               "replaces, or masks of space and lud (default: 5), or tokens of a block of "
-                               "dparallel and learn2pd (default: the block of the model, or 32)",
+                               "replaces, masks of space and lud, or drafts of s3d (default: 5), or tokens of a "
+                               "block of dparallel and learn2pd (default: the block of the model, or 32)",
                                only="diffusion tune")
-    mask: int | None = _option("space, lud: id of the mask token (default: the padding token)", None, "tune")
+    mask: int | None = _option("space, lud, s3d, pard: id of the mask token (default: the padding token)", None,
+                               "drafter tune")
+    skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
+                                           "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
     lora: int | None = _option("dparallel: train an adapter of this rank in place of all weights", None, "tune",
                                metavar="RANK")
@@ -158,6 +162,8 @@ class Options:
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")
+    draft: str | None = _option("pard: name or directory of the draft model that is tuned (default: the first quarter "
+                                "of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "

@@ -31,6 +31,7 @@ from decodax.train.tuning import (
     NoisyLoss,
     ScheduledSamplingLoss,
     SemiAutoregressiveLoss,
+    SkippyLoss,
     SortedLoss,
     TrajectoryBatches,
     collect_trajectories,
@@ -138,6 +139,9 @@ def objective_of(options: Options, lm: Any) -> Objective:
         case "space" | "lud":
             kind = SemiAutoregressiveLoss if options.objective == "space" else LexicalUnitLoss
             return kind(network, lm.pad if options.mask is None else options.mask, options.span or SPAN, dtype=dtype)
+        case "s3d":
+            return SkippyLoss(network, lm.pad if options.mask is None else options.mask, options.span or SPAN,
+                              options.skip, dtype=dtype)
         case "scheduled-sampling":
             assert options.steps is not None
             return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
@@ -191,7 +195,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(step: int) -> Any:
         now = jax.random.fold_in(key, step)
         return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
-                "space": now, "lud": now}.get(str(options.objective))
+                "space": now, "lud": now, "s3d": now}.get(str(options.objective))
 
     def losses(params: Any) -> np.ndarray:
         """Returns the held-out loss, of the exits after each layer or of the whole model."""

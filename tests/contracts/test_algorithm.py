@@ -25,7 +25,7 @@ from tests.matrix import often
 from tests.small_models import net
 
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
-           "pard", "specdec++", "space")
+           "pard", "specdec++", "space", "s3d")
 """Entries that run some of the target's layers, use another cache of it, or read a model's hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below; lud draws as on a
 # canvas, without verification
@@ -66,7 +66,8 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 """These decide for a batch how many tokens a row drafts."""
 
 
-ELSEWHERE = {"blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp", "p-eagle", "ppd"}
+ELSEWHERE = {"blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp", "p-eagle", "pass", "ppd",
+             "s3d"}
 """Entries that the wider tests leave to those of `tests/drafters` that compare with plain decoding."""
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from decodax import algorithms
+from decodax.algorithms.speculative.heads.source import HeadState
+from decodax.algorithms.speculative.source import Level
+from decodax.core.types import Params
 from decodax.core.window import causal
 from decodax.io.drafters import TrainedDrafter, load_drafter
 from decodax.io.files import CheckpointError
@@ -105,3 +109,17 @@ def test_drafting_computes_the_logits_of_one_pass():
     wanted = in_one_pass(HEAD, alg.weights.head, HEAD.features(out.hidden, out.layers), ids[:, 1:], 11)
     got, _ = drafted_logits(dataclasses.replace(bare.draft), params, s, jnp.zeros((1, 3), jnp.int32))
     np.testing.assert_allclose(got[0], wanted, atol=2e-5, rtol=1e-5)
+
+
+def test_nodes_of_one_level_may_differ_in_depth():
+    """As in trees that grow by their most likely nodes: each gets the logits of its own depth."""
+    alg = algorithms.make("p-eagle", lm("llama"), TrainedDrafter("p-eagle", HEAD, weighted(HEAD)))
+    hidden = jax.random.normal(jax.random.key(0), (2, 4, 16))
+    depth = jnp.asarray([[1, 2, 1], [3, 1, 2]])
+    lengths = jnp.asarray([5, 9])
+    nodes = jnp.zeros((2, 3), jnp.int32)
+    level = Level(tokens=nodes, positions=lengths[:, None] - 1 + depth, parents=nodes, sees=nodes[..., None] > 0, at=0)
+    state = HeadState(cache=None, hidden=hidden[:, 0], state=hidden[:, 0], states=hidden)
+    _, answer = alg.bare().draft.extend(Params(None, alg.weights), SimpleNamespace(length=lengths), state, level)
+    wanted = HEAD.logits(alg.weights.head, jnp.take_along_axis(hidden, depth[..., None], 1), 0, None)
+    np.testing.assert_allclose(answer.logits, wanted, atol=1e-5)

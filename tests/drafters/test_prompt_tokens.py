@@ -14,7 +14,7 @@ from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.adaptive.fit_trees import begun
 from decodax.algorithms.speculative.heads import HeadWeights
-from decodax.algorithms.speculative.heads.ppd import PromptTokens
+from decodax.algorithms.speculative.heads.prompted.source import PromptTokens
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
 from decodax.core.window import Window, causal

@@ -35,7 +35,7 @@ def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Optio
 
 
 def test_every_method_that_can_be_trained_is_an_option() -> None:
-    assert PRESETS["drafter"].keys() == SYSTEMS.keys()
+    assert PRESETS["drafter"].keys() == SYSTEMS.keys() | {"pard"}
 
 
 def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(options: Options, tmp_path: Path) -> None:
@@ -82,7 +82,8 @@ def test_a_target_writes_chats_and_goes_on_after_a_kill(lm: dx.LM, tmp_path: Pat
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("system", often(["eagle-3", "dspark"], ["eagle-3", "dspark", "chimera", "falcon"]))
+@pytest.mark.parametrize("system", often(["eagle-3", "dspark"], [
+    "eagle-3", "dspark", "chimera", "falcon", "p-eagle", "s3d"]))
 def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path: Path) -> None:
     own = Options(recipe="drafter", system=system, target=options.target, corpus=options.corpus, steps=10, warmup=2,
                   decay_from=8, batch=4, length=32, peak=3e-3, loss="hard", log_every=1, eval_every=50,
@@ -107,3 +108,21 @@ def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> N
     assert metrics(mesh.output)[0]["loss"] == pytest.approx(metrics(one.output)[0]["loss"], abs=1e-4)
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+@pytest.mark.wide
+def test_pard_tunes_the_first_layers_of_the_target_to_a_draft_model(options: Options, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.drafter.NEW", 8)
+    monkeypatch.setattr("recipes.drafter.PROMPTS", 2)
+    own = replace(options, system="pard", preset="pard", drafts=3, mask=3, output=tmp_path)
+    program.train(own, console=QUIET)
+    losses = [e["loss"] for e in metrics(tmp_path) if "loss" in e]
+    assert losses[-1] < losses[0]
+    lm, draft = dx.load(options.target, dtype="float32"), dx.load(tmp_path / "model", dtype="float32")
+    assert draft.model.depth == max(lm.model.depth // 4, 1) and draft.config_entries["pard_token"] == 3
+    plain, out = (dx.generate(lm, "def f(self):", max_new_tokens=12, eos_token_id=[], **more)
+                  for more in ({}, {"algorithm": "pard:length=3", "draft": draft}))
+    assert np.array_equal(out.tokens, plain.tokens)
+    with pytest.raises(ValueError, match="draft, mask: got None and 3 for 'medusa', which tunes no draft model"):
+        program.train(replace(own, system="medusa", preset="medusa"), console=QUIET)

@@ -37,7 +37,7 @@ from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.parallel import ParallelHead
-from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.latent.shape import Indexer, Latent
@@ -55,8 +55,8 @@ ENTRY = "decodax_drafter"
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, DepthwiseHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
-    PromptTokensHead, HiddenTransferHead, FalconHead, CrossKVHead, MixtureHead, DecoderConfig, NormConfig, Layer,
-    QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
+    PromptTokensHead, HiddenTransferHead, LookAheadHead, FalconHead, CrossKVHead, MixtureHead, DecoderConfig,
+    NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
 

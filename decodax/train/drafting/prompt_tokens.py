@@ -1,8 +1,10 @@
-"""Training of prompt tokens and of hidden transfer (`decodax.models.drafters.prompt_tokens`), beside a target that does
-not change.
+"""Training of prompt tokens, look-ahead embeddings and hidden transfer (`decodax.models.drafters.prompt_tokens`),
+beside a target that does not change.
 
 At random places of a text the probes are inserted, all of a text in one forward pass of the target: they see the text
-up to their place and each other, and nothing sees them (PPD, Chen et al., 2024; Wu et al., 2024).
+up to their place and each other, and nothing sees them (PPD, Chen et al., 2024; Wu et al., 2024). Look-ahead embeddings
+have a pass of their own, with the token before them, as in drafting (PaSS, Monea et al., 2023; S3D, Zhong and
+Bharadwaj, 2024).
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.core.window import Window
+from decodax.core.capabilities import tree_buffer
+from decodax.core.types import Out, logits_of
+from decodax.core.window import Window, causal
 from decodax.models.drafters.block_training import random_anchors
 from decodax.models.drafters.head import Weights
-from decodax.models.drafters.prompt_tokens import ProbesHead
+from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
 from decodax.train.drafting.blocks import key_of
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.unrolled import acceptance
@@ -29,7 +33,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class InsertedPrompts:
-    """The loss of probes, prompt tokens or transferred hidden states, at random places of a text.
+    """The loss of probes, which are prompt tokens, look-ahead embeddings or transferred hidden states, at random places
+    of a text.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
@@ -50,8 +55,8 @@ class InsertedPrompts:
 
     @property
     def steps(self) -> int:
-        """Number of probes."""
-        return self.head.heads
+        """Number of drafts: of probes, and before look-ahead embeddings that of the newest token."""
+        return self.head.longest
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss, a mean over probes, and scalars to log: "loss", and the acceptance of each.
@@ -61,26 +66,38 @@ class InsertedPrompts:
             batch: `i32[B, T + 1]`; the last token is not used.
             extra: the target's weights.
         """
-        tokens, K = batch[:, :-1], self.head.heads
-        B, T = tokens.shape
-        usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
-        places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
-        out = self.target.apply(cast(jax.lax.stop_gradient(extra), self.dtype),
-                                inserted(tokens, places, self.head, cast(params, self.dtype)),
-                                self.target.init_cache(B, 0))
-        flat = lambda x: x.reshape(B, -1)
-        at = places[..., None] + 1 + jnp.arange(K, dtype=jnp.int32)      # the target predicts the same token there
-        live = flat((at < T) & begun[..., None])
-        following = jnp.where(at + 1 < T, jnp.take_along_axis(tokens, jnp.minimum(flat(at + 1), T - 1), 1).reshape(
-            at.shape), -1)
-        truth = jax.lax.stop_gradient(out.logits(jnp.minimum(flat(at), T - 1)))
-        own = out.logits(jnp.broadcast_to(jnp.arange(T, T + live.shape[1], dtype=jnp.int32), live.shape))
-        count = lambda x: jnp.where(live, x, 0).reshape(B, -1, K).sum((0, 1))
+        n, ahead = self.steps, isinstance(self.head, LookAheadHead)
+        truth, own, labels, live = self.compared(params, batch[:, :-1], extra)
+        count = lambda x: jnp.where(live, x, 0).reshape(len(batch), -1, n).sum((0, 1))
         many = jnp.maximum(count(1.0), 1)
         scalars = {f"accepted_{j + 1}": x for j, x in enumerate(count(acceptance(truth, own)) / many)}
-        weights = self.decay ** jnp.arange(K)
-        loss = (count(loss_of(self.loss)(truth, own, flat(following))) / many * weights).sum() / weights.sum()
+        shares = self.decay ** jnp.arange(n - ahead)
+        shares = jnp.pad(shares / shares.sum(), (ahead, 0))     # the newest token's draft has nothing to learn
+        loss = (count(loss_of(self.loss)(truth, own, labels)) / many * shares).sum()
         return loss, {"loss": loss, **scalars}
+
+    def compared(self, params: Tree, tokens: Array, extra: Tree) -> tuple[Array, Array, Array, Array]:
+        """Returns what is compared for `A` random places in each of the texts `i32[B, T]`: the target's logits and
+        those of the drafts, `f32[B, A K, V]` each; the text's own tokens, `i32[B, A K]`, -1 after its end; and which of
+        them count, `bool[B, A K]`. The other arguments are those of a call."""
+        (B, T), n, ahead = tokens.shape, self.steps, isinstance(self.head, LookAheadHead)
+        usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
+        places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
+        weights, params = cast(jax.lax.stop_gradient(extra), self.dtype), cast(params, self.dtype)
+        flat = lambda x: x.reshape(B, -1)
+        if isinstance(self.head, LookAheadHead):
+            out, hidden = look_ahead(self.target, weights, tokens, places, params["prompts"], self.head)
+            own = logits_of(self.target, weights, hidden.reshape(B, -1, hidden.shape[-1]))
+        else:
+            out = self.target.apply(weights, inserted(tokens, places, self.head, params), self.target.init_cache(B, 0))
+            own = out.logits(jnp.broadcast_to(jnp.arange(T, out.hidden.shape[1], dtype=jnp.int32),
+                                              (B, out.hidden.shape[1] - T)))
+            own = own.reshape(B, -1, self.head.ensemble, own.shape[-1]).mean(2)
+        at = places[..., None] + (not ahead) + jnp.arange(n, dtype=jnp.int32)       # the target predicts the same there
+        live = flat((at < T) & begun[..., None])
+        labels = jnp.where(flat(at + 1) < T, jnp.take_along_axis(tokens, jnp.minimum(flat(at + 1), T - 1), 1), -1)
+        truth = jax.lax.stop_gradient(out.logits(jnp.minimum(flat(at), T - 1)))
+        return truth, own, labels, live
 
 
 def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -> Window:
@@ -93,24 +110,72 @@ def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -
         head: the probes.
         weights: the head's weights.
     """
-    (B, T), A, K = tokens.shape, places.shape[1], head.heads
+    (B, T), A, n = tokens.shape, places.shape[1], head.heads * head.ensemble
     prompts, transfer = head.inputs(weights, places)
-    place, index = np.divmod(np.arange(A * K), K)
+    place, probe = np.divmod(np.arange(A * n), n)
+    index, member = np.divmod(probe, head.ensemble)
+    positions, mask = beside(T, places[:, place], place * head.ensemble + member, index)
+    w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * n))), mask=mask, live=jnp.ones((B, T + A * n), bool),
+               positions=positions, hints=() if transfer is None else (transfer,))
+    if prompts is None:
+        return w
+    vectors = jnp.broadcast_to(prompts[probe], (B, A * n, prompts.shape[1]))
+    return w.replace(embeddings=jnp.pad(vectors, ((0, 0), (T, 0), (0, 0))),
+                     embedded=jnp.broadcast_to(np.arange(T + A * n) >= T, (B, T + A * n)))
+
+
+def beside(length: int, at: Array, place: np.ndarray, index: np.ndarray) -> tuple[Array, Array]:
+    """Returns the positions, `i32[B, T + M]`, and the mask, `bool[B, T + M, T + M]`, of texts and of `M` further nodes
+    after some of their tokens. Such a node sees the text up to that token, those before it there, and itself.
+
+    Args:
+        length: number of tokens of a text `T`.
+        at: `i32[B, M]`, position of the token that each node stands after.
+        place: `i64[M]`, equal for nodes that stand after the same token and see each other.
+        index: `i64[M]`, number of nodes there that come before each.
+    """
+    (B, M), T = at.shape, length
     here = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    at = places[:, place]
     own = (place[:, None] == place) & (index <= index[:, None])
     text = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
     mask = jnp.concatenate([
-        jnp.pad(text, ((0, 0), (0, 0), (0, A * K))),
+        jnp.pad(text, ((0, 0), (0, 0), (0, M))),
         jnp.concatenate([at[:, :, None] >= here[:, None], jnp.broadcast_to(own, (B, *own.shape))], 2)], 1)
-    w = Window(tokens=jnp.pad(tokens, ((0, 0), (0, A * K))), mask=mask, live=jnp.ones((B, T + A * K), bool),
-               positions=jnp.concatenate([here, at + 1 + index.astype(np.int32)], 1),
-               hints=() if transfer is None else (transfer,))
-    if prompts is None:
-        return w
-    vectors = jnp.broadcast_to(prompts[index], (B, A * K, prompts.shape[1]))
-    return w.replace(embeddings=jnp.pad(vectors, ((0, 0), (T, 0), (0, 0))),
-                     embedded=jnp.broadcast_to(np.arange(T + A * K) >= T, (B, T + A * K)))
+    return jnp.concatenate([here, at + 1 + index.astype(np.int32)], 1), mask
 
 
-__all__ = ["InsertedPrompts", "inserted"]
+def look_ahead(target: Any, weights: Tree, tokens: Array, places: Array, vectors: Array,
+               head: LookAheadHead) -> tuple[Out, Array]:
+    """Runs a target on texts, and then the passes that draft after some of their tokens: each over that token and the
+    vectors after it, which see the text before it as the whole target has computed it.
+
+    Args:
+        target: the target's network.
+        weights: its weights.
+        tokens: `i32[B, T]`, the texts.
+        places: `i32[B, A]`, positions of the newest tokens of the passes.
+        vectors: `f[K, D]`, the embeddings after them.
+        head: the drafter, which says the layers that these passes leave out.
+
+    Returns:
+        The target's output for the texts; and `f[B, A, 1 + K, D]`, the hidden states at the newest tokens and at the
+        vectors.
+    """
+    (B, T), A, n = tokens.shape, places.shape[1], 1 + vectors.shape[0]
+    empty = target.init_cache(B, 0)
+    out = target.apply(weights, causal(tokens, jnp.zeros(B, jnp.int32)), empty)
+    here = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    text = tree_buffer(empty, out.entries, T).append(out.entries, here, jnp.int32(0))
+    place, index = np.divmod(np.arange(A * n), n)
+    at = places[:, place]
+    w = Window(tokens=jnp.take_along_axis(tokens, at, 1), positions=at + index.astype(np.int32),
+               mask=jnp.asarray((place[:, None] == place) & (index <= index[:, None]))[None],
+               live=jnp.ones((B, A * n), bool), embedded=jnp.broadcast_to(index > 0, (B, A * n)),
+               embeddings=jnp.broadcast_to(jnp.pad(vectors, ((1, 0), (0, 0)))[index], (B, A * n, vectors.shape[1])))
+    keep = head.kept(target.depth) if head.skip else None
+    hidden = target.apply(weights, w, text.seen_by(here[:, None] < at[:, :, None]), *(() if keep is None else (keep,))
+                          ).hidden
+    return out, hidden.reshape(B, A, n, -1)
+
+
+__all__ = ["InsertedPrompts", "beside", "inserted", "look_ahead"]

@@ -1,9 +1,9 @@
 """The published drafters that can be trained: for each the network that it has for a target, and its loss.
 
-Networks have one layer, or two of a block head and of Clover-2, whatever the paper's size. Losses are the papers',
-except that Medusa, Hydra and Clover learn the target's distribution in place of labels, so that the text need not be
-the target's own. The noise on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of all
-heads, of which its authors draw one for each batch.
+Networks have one layer, or two of a block head, of P-EAGLE and of Clover-2, whatever the paper's size. Losses are the
+papers', except that Medusa, Hydra and Clover learn the target's distribution in place of labels, so that the text need
+not be the target's own. The noise on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of
+all heads, of which its authors draw one for each batch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.mixture import MixtureHead
+from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prefixed import plain_layers
-from decodax.models.drafters.prompt_tokens import HiddenTransferHead, PromptTokensHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, PromptTokensHead, middle
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.names import flatten
@@ -39,6 +40,7 @@ from decodax.train.drafting.blocks import AnchoredBlocks
 from decodax.train.drafting.cross_kv import DelayedKeys
 from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.losses import loss_of
+from decodax.train.drafting.masked import MaskedPairs
 from decodax.train.drafting.prompt_tokens import InsertedPrompts
 from decodax.train.drafting.unrolled import Unrolled
 
@@ -93,6 +95,11 @@ def _eagle3(c: DecoderConfig, vocab: int) -> DraftHead:
                          feeds_back="before norm")
 
 
+def _p_eagle(c: DecoderConfig, vocab: int) -> DraftHead:
+    return ParallelHead(tapped(len(c.layers)), vocab, config=plain_layers(c, vocab, 2), project=True, own_head=True,
+                        mask=0)
+
+
 def _mtp(c: DecoderConfig, vocab: int) -> DraftHead:
     return RecurrentHead((), vocab, config=plain_layers(c, vocab), fuse="norms")
 
@@ -129,13 +136,14 @@ def _mixture(c: DecoderConfig, vocab: int) -> DraftHead:
     return head
 
 
-Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced | DelayedKeys
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced | DelayedKeys | MaskedPairs
 """The losses of drafters."""
 
 BLOCK_LOSS = "0.9*tv+0.1*hard"
 
 SYSTEMS = {
     "eagle-3": DrafterSystem(_eagle3, 7, share=0.25),
+    "p-eagle": DrafterSystem(_p_eagle, 8, share=0.25),
     "eagle": DrafterSystem(_eagle, 1, "soft", features=10.0),
     "hass": DrafterSystem(_eagle, 3, "soft+top-k", decay=1.0, features=10.0),
     "fastmtp": DrafterSystem(_mtp, 3, "hard", decay=0.6),
@@ -153,6 +161,9 @@ SYSTEMS = {
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
         (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
     "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
+    "pass": DrafterSystem(lambda c, vocab: LookAheadHead((), vocab, width=c.width), 4, "hard", decay=1.0),
+    "s3d": DrafterSystem(lambda c, vocab: LookAheadHead(
+        (), vocab, width=c.width, skip=middle(len(c.layers))), 4, "hard", decay=1.0),
     "hidden-transfer": DrafterSystem(lambda c, vocab: HiddenTransferHead(
         upper(len(c.layers)), vocab, width=c.width), 3),
     "falcon": DrafterSystem(lambda c, vocab: FalconHead((), vocab, config=plain_layers(c, vocab)), 2,
@@ -199,8 +210,16 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, FalconHead):
         head = dataclasses.replace(head, block=drafts or own.drafts)
         return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
+    if isinstance(head, ParallelHead):
+        # any token serves as the mask, since the learned feature marks such a pair
+        head = dataclasses.replace(head, mask=lm.pad, drafts=drafts or own.drafts)
+        return MaskedPairs(lm.model, head.drafts, loss or own.loss, ids=chosen, dtype=dtype, head=head)
     if isinstance(head, (PromptTokensHead, HiddenTransferHead)):
-        head = dataclasses.replace(head, heads=drafts or own.drafts)
+        # the newest token gives the first draft before look-ahead embeddings
+        heads = (drafts or own.drafts) - isinstance(head, LookAheadHead)
+        if heads < 1:
+            raise ValueError(f"drafts: got {drafts}, {system!r} takes at least 2")
+        head = dataclasses.replace(head, heads=heads)
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     if isinstance(head, CrossKVHead):
         far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}

@@ -6,10 +6,12 @@ from decodax.train.tuning.exits import losses_by_layer
 from decodax.train.tuning.layer_skip import EarlyExitLoss
 from decodax.train.tuning.lud import LexicalUnitLoss, sure_tokens
 from decodax.train.tuning.msn import NoisyLoss
+from decodax.train.tuning.s3d import SkippyLoss
 from decodax.train.tuning.scheduled_sampling import ScheduledSamplingLoss
 from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
 __all__ = ["ConsistencyLoss", "EarlyExitLoss", "Example", "ExampleBatches", "ExampleRows",
-           "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SemiAutoregressiveLoss", "SortedLoss",
-           "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples", "sure_tokens"]
+           "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SemiAutoregressiveLoss", "SkippyLoss",
+           "SortedLoss", "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples",
+           "sure_tokens"]

@@ -14,7 +14,6 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     eagle3,
     falcon,
     glide,
-    hidden_transfer,
     hydra,
     jetspec,
     longspec,
@@ -23,8 +22,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     mlp_speculator,
     mtp,
     p_eagle,
-    ppd,
-    space,
+    prompted,
     xpress,
 )
 from decodax.algorithms.speculative.heads.drafting import drafting_source

@@ -9,7 +9,8 @@ from decodax.algorithms.speculative.heads.block import block_draft
 from decodax.algorithms.speculative.heads.cross_kv import cross_kv
 from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
 from decodax.algorithms.speculative.heads.mixture_of_attentions import mixture
-from decodax.algorithms.speculative.heads.ppd import prompt_tokens
+from decodax.algorithms.speculative.heads.prompted.pass_ import look_ahead
+from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter
@@ -17,7 +18,7 @@ from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.mixture import MixtureHead
-from decodax.models.drafters.prompt_tokens import ProbesHead
+from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
 
 
 def drafting_source(lm: Any, drafter: Any) -> Source:
@@ -32,7 +33,7 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
     """
     if not isinstance(drafter, TrainedDrafter):
         return DraftModel(drafter)
-    special = ((BlockHead, block_draft), (ProbesHead, prompt_tokens), (FalconHead, semi_autoregressive),
-               (MixtureHead, mixture), (CrossKVHead, cross_kv))
+    special = ((BlockHead, block_draft), (LookAheadHead, look_ahead), (ProbesHead, prompt_tokens),
+               (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv))
     make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
     return make(lm, drafter, drafter.system)

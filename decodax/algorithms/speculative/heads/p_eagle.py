@@ -1,7 +1,7 @@
 """P-EAGLE: EAGLE-3's head, with all drafts of a round in one pass (Hui et al., 2026).
 
 Pairs of a mask token and a learned feature follow the newest pair; each attends to the verified pairs and to those
-before it. Their keys and values are not kept.
+before it. Their keys and values are not kept. Training: `decodax.train.drafting.masked.MaskedPairs`.
 """
 
 from __future__ import annotations

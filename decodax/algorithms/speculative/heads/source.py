@@ -189,11 +189,14 @@ class TrainedHead(Source):
 
     def _logits(self, params: Params, hidden: Array, depth: Depth) -> Array:
         """Returns logits over the target's vocabulary; tokens that the head does not know have -inf."""
-        own = 1 if self.head.parallel else hidden.shape[1]
-        logits = self.head.logits(params.draft.head, hidden[:, :own], depth if isinstance(depth, int) else
-                                  depth[:, :own], lambda hidden: logits_of(self.model, params.target, hidden))
-        logits = spread(logits, params.draft.ids, self.vocab_size)
-        return jnp.broadcast_to(logits, (*hidden.shape[:2], logits.shape[-1]))
+        def of(hidden: Array, depth: Depth) -> Array:
+            logits = self.head.logits(params.draft.head, hidden, depth,
+                                      lambda hidden: logits_of(self.model, params.target, hidden))
+            return spread(logits, params.draft.ids, self.vocab_size)
+
+        if isinstance(depth, int) or not self.head.parallel or hidden.shape[1] == 1:
+            return of(hidden, depth)
+        return of_depths(depth, of, hidden, depth)
 
     def _dtype(self, params: Params) -> Any:
         # of most weights: some, such as the corrections of a router, stay float32, and kernels may be packed
@@ -252,8 +255,14 @@ def logits_by_depth(hidden: Array, depth: Array, logits: Callable[[Array], Array
         logits: maps hidden states to logits.
     """
     own = take(hidden, jnp.minimum(depth, hidden.shape[1] - 1))
-    one = lambda: jnp.broadcast_to(first := logits(own[:, :1]), (*depth.shape, first.shape[-1]))
-    return own, lax.cond((depth == depth[:, :1]).all(), one, lambda: logits(own))
+    return own, of_depths(depth, logits, own)
+
+
+def of_depths(depth: Array, logits: Callable[..., Array], *nodes: Array) -> Array:
+    """Returns the logits `f32[B, W, V]` of nodes that depend on their depth `i32[B, W]` alone: computed once if that is
+    one for all, as it is for nodes of one level. `logits` maps `nodes`, arrays `[B, W, ...]`, to them."""
+    one = lambda: jnp.broadcast_to(first := logits(*(x[:, :1] for x in nodes)), (*depth.shape, first.shape[-1]))
+    return lax.cond((depth == depth[:, :1]).all(), one, lambda: logits(*nodes))
 
 
 def spread(logits: Array, ids: Array | None, size: int | None) -> Array:

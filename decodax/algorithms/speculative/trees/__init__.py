@@ -11,10 +11,11 @@ from decodax.algorithms.speculative.trees.published import EAGLE_25, MEDUSA_63, 
 from decodax.algorithms.speculative.trees.rsd import StochasticBeam
 from decodax.algorithms.speculative.trees.sequoia import expected, sequoia_for, sequoia_tree
 from decodax.algorithms.speculative.trees.sliced import Sliced
+from decodax.algorithms.speculative.trees.sparse_trees import SparseTree, SparseTrees, sparse_trees
 from decodax.algorithms.speculative.trees.specdec import RiskThreshold
 from decodax.algorithms.speculative.trees.tetris import Tetris
 from decodax.algorithms.speculative.trees.threshold import probability
 
 __all__ = ["EAGLE_25", "MEDUSA_63", "RECYCLING_80", "CaPE", "Chain", "ConfidenceChain", "ConfidenceTree", "DySpec",
-           "Fixed", "OptTree", "RiskThreshold", "Sliced", "StochasticBeam", "Tetris", "expected", "from_acceptance",
-           "probability", "sequoia_for", "sequoia_tree"]
+           "Fixed", "OptTree", "RiskThreshold", "Sliced", "SparseTree", "SparseTrees", "StochasticBeam", "Tetris",
+           "expected", "from_acceptance", "probability", "sequoia_for", "sequoia_tree", "sparse_trees"]

@@ -4,7 +4,8 @@
 In a round the draft model reads the tokens of the last round, followed by `K - 1` masks. Its output at the `i`-th mask
 predicts the token `i + 1` places after the newest one. It does not depend on the other drafts. Masks never enter its
 cache.
-It is an ordinary language model, so one serves all targets with its tokenizer.
+It is an ordinary language model, so one serves all targets with its tokenizer. Training:
+`decodax.train.drafting.masked.TunedDraftModel`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.ppd import PromptTokens
+from decodax.algorithms.speculative.heads.prompted.source import PromptTokens
 from decodax.algorithms.speculative.heads.source import HeadWeights
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier

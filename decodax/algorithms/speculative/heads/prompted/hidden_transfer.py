@@ -12,7 +12,7 @@ from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.ppd import prompt_tokens
+from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.registry import ALGORITHMS

@@ -1,12 +1,5 @@
-"""Parallel prompt decoding: trained prompt tokens after each draft let the target predict further tokens in the forward
-pass that verifies ("Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of LLM Inference", Chen
-et al., 2024).
-
-Every node of the draft tree has prompt tokens of its own. Those of the last accepted node give the next round's
-guesses, so drafting has no forward pass and no weights but their embeddings. The paper's prompt tokens may be ensembles
-and differ in number between nodes; here each is one, and every node has all of them. Training: distance to the target's
-own distribution, at places of a text (`decodax.train.drafting.prompt_tokens`).
-"""
+"""Drafts with the target's own predictions at nodes after each draft, in the forward pass that verifies: trained prompt
+tokens (PPD), masks (SPACE), or hidden states that a middle layer has mapped (hidden transfer)."""
 
 from __future__ import annotations
 
@@ -19,14 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.source import HeadWeights, logits_by_depth, spread, trained
-from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
+from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature
 from decodax.core.composed import data
@@ -42,8 +31,8 @@ class Prompted(Struct):
     """State of `PromptTokens`.
 
     Attributes:
-        hidden: `f[B, K, D]`, the target's hidden states at the probes after the last accepted token; zeros before the
-            first round.
+        hidden: `f[B, K, E D]`, the target's hidden states of which the drafts of each depth are made, from an ensemble
+            of E probes each: those at the probes after the last accepted token; zeros before the first round.
     """
 
     hidden: Array
@@ -77,13 +66,13 @@ class PromptTokens(Source):
 
     @property
     def longest(self) -> int:
-        return self.head.heads
+        return self.head.longest
 
     def init(self, params: Params, s: State) -> Prompted:
         if not isinstance(params.draft, HeadWeights):
             raise ValueError("params: PromptTokens needs its HeadWeights in Params.draft")
         one = jax.eval_shape(lambda params: embeddings(self.model, params.target, jnp.zeros((1, 1), jnp.int32)), params)
-        return Prompted(hidden=jnp.zeros((s.batch, self.head.heads, one.shape[-1]), one.dtype))
+        return Prompted(hidden=jnp.zeros((s.batch, self.longest, self.head.ensemble * one.shape[-1]), one.dtype))
 
     def start(self, params: Params, s: State, state: Prompted, room: int) -> tuple[Prompted, Answer]:
         hidden = state.hidden[:, :1]
@@ -94,48 +83,33 @@ class PromptTokens(Source):
                                          functools.partial(self._logits, params))
         return state, Answer(logits, hidden)
 
-    def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes:
-        t, K = tree(s.newest, proposal, self.head.heads), self.head.heads
-        node, index = np.divmod(np.arange(t.size * K), K)
-        own = (node[:, None] == node) & (index <= index[:, None])
+    def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes | None:
+        t, n = tree(s.newest, proposal, self.head.heads), self.head.heads * self.head.ensemble
+        node, probe = np.divmod(np.arange(t.size * n), n)
+        index, member = np.divmod(probe, self.head.ensemble)
+        own = (node[:, None] == node) & (member[:, None] == member) & (index <= index[:, None])
         above = jnp.asarray(t.sees)[:, node]
         sees = jnp.concatenate([above, jnp.broadcast_to(own, (above.shape[0], *own.shape))], 2)
         vectors, transfer = self.head.inputs(params.draft.head, jnp.arange(t.size, dtype=jnp.int32)[None])
         return Probes(tokens=jnp.zeros((s.batch, len(node)), jnp.int32), sees=sees,
                       offset=jnp.asarray(t.depth)[:, node] + 1 + index.astype(np.int32),
-                      embeddings=None if vectors is None else vectors[index][None], transfer=transfer)
+                      embeddings=None if vectors is None else vectors[probe][None], transfer=transfer)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Prompted) -> Prompted:
         if decision is None or (window.embedded is None and window.hint(Transfer) is None):
             return state                    # of a window that another drafter has proposed
-        K = self.head.heads
+        n = self.head.heads * self.head.ensemble
         last = jnp.maximum(decision.count - 1, 0)[:, None]
         node = jnp.maximum(jnp.take_along_axis(decision.source, last, 1), 0)
-        found = take(out.hidden, window.width // (1 + K) + node * K + jnp.arange(K, dtype=jnp.int32))
-        return Prompted(hidden=jnp.where((decision.count > 0)[:, None, None], found, state.hidden))
+        found = take(out.hidden, window.width // (1 + n) + node * n + jnp.arange(n, dtype=jnp.int32))
+        return Prompted(hidden=jnp.where((decision.count > 0)[:, None, None], found.reshape(state.hidden.shape),
+                                         state.hidden))
 
     def _logits(self, params: Params, hidden: Array) -> Array:
-        return spread(logits_of(self.model, params.target, hidden), None, self.vocab_size)
-
-
-@ALGORITHMS.register("ppd",
-                     "Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of LLM Inference",
-                     "Chen et al. 2024", family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
-def ppd(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier | None = None) -> Speculative:
-    """Drafts with the target itself, by trained prompt tokens after each draft.
-
-    A few embeddings are all that is trained and kept in memory. Forward passes are wide: each draft takes its prompt
-    tokens along.
-
-    Args:
-        lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
-        shape: shape of the draft tree; None: a chain with a draft for each prompt token.
-        verify: the rule that accepts drafts; None: seed-exact.
-    """
-    source = prompt_tokens(lm, draft, "ppd")
-    return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))
+        B, W, E = *hidden.shape[:2], self.head.ensemble
+        logits = logits_of(self.model, params.target, hidden.reshape(B, W * E, -1))
+        return spread(logits if E == 1 else logits.reshape(B, W, E, -1).mean(2), None, self.vocab_size)
 
 
 def prompt_tokens(lm: Any, draft: Any, *systems: str) -> PromptTokens:

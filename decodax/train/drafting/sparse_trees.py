@@ -1,0 +1,67 @@
+"""Fits the dynamic sparse trees of parallel prompt decoding to a model: measures how often the target's token is each
+of the guesses at its prompt tokens (Chen et al., 2024)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.algorithms.speculative.trees.sparse_trees import SparseTrees, sparse_trees
+from decodax.models.drafters.prompt_tokens import LookAheadHead, PromptTokensHead
+from decodax.train.drafting.prompt_tokens import InsertedPrompts
+
+Tree = Any
+
+
+def fit_sparse_trees(lm: Any, drafter: Any, tokens: Any, size: int, *, ranks: int = 10, places: int = 64,
+                     rows: int = 8) -> SparseTrees:
+    """Returns the trees with the most tokens for windows of at most `size` nodes, by the acceptance on some texts.
+
+        trees = fit_sparse_trees(lm, drafter, texts, 32)
+        dx.generate(lm, prompts, algorithm=dx.algorithms.ppd(shape=trees), draft=drafter)
+
+    The paper also chooses the size, by the time of a forward pass on the machine: measure that for a few.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        drafter: a drafter of `ppd`, from `decodax.load_drafter`.
+        tokens: `i32[B, T]`, texts of the target's tokens that are typical for later use.
+        size: number of nodes: the newest token, drafts and prompt tokens.
+        ranks: number of guesses at a prompt token.
+        places: number of random places in a text.
+        rows: number of texts in a forward pass.
+
+    Raises:
+        ValueError: another drafter, texts that are too short, or too few nodes for a draft.
+    """
+    head, texts = drafter.head, np.asarray(tokens, np.int32)
+    if not isinstance(head, PromptTokensHead) or isinstance(head, LookAheadHead):
+        raise ValueError(f"drafter: got one with a {type(head).__name__}, takes one of 'ppd'")
+    if texts.ndim != 2 or texts.shape[1] < head.heads + 2:
+        raise ValueError(f"tokens: got an array of shape {texts.shape}, takes texts of at least {head.heads + 2} "
+                         "tokens")
+    objective = InsertedPrompts(lm.model, head, places)
+    found = [guess_counts(objective, lm.params, drafter.params, jnp.asarray(texts[i:i + rows]), ranks)
+             for i in range(0, len(texts), rows)]
+    hits, total = (np.sum([np.asarray(x) for x in some], 0) for some in zip(*found, strict=True))
+    return sparse_trees(hits / np.maximum(total, 1)[:, None], size, head.ensemble)
+
+
+@partial(jax.jit, static_argnames=("objective", "ranks"))
+def guess_counts(objective: InsertedPrompts, weights: Tree, params: Tree, tokens: Array, ranks: int
+                 ) -> tuple[Array, Array]:
+    """Returns how often the target's most likely token was each guess of each prompt token, `i32[K, ranks]`, and how
+    often it was compared, `i32[K]`. The arguments are those of `fit_sparse_trees`."""
+    truth, own, _, live = objective.compared(params, tokens, weights)
+    K = objective.steps
+    guesses = jax.lax.top_k(own, min(ranks, own.shape[-1]))[1]
+    hits = (guesses == truth.argmax(-1)[..., None]) & live[..., None]
+    return (hits.reshape(-1, K, hits.shape[-1]).sum(0, dtype=jnp.int32), live.reshape(-1, K).sum(0, dtype=jnp.int32))
+
+
+__all__ = ["fit_sparse_trees", "guess_counts"]
