@@ -45,7 +45,7 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "scheduled-sampling": dict(answers=256)}
+    "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -80,7 +80,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
                                "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
                                "longspec", "mixture-of-attentions")},
-    "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
+    "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0) | more)
              for objective, more in TUNED.items()},
 }
 
@@ -115,7 +115,9 @@ class Options:
                                  choices=tuple(PRESETS["drafter"]))
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
-                                    "several tokens at masks (space); after the model's own tokens",
+                                    "several tokens at masks (space); after the model's own tokens; the "
+                                    "best of the model's own samples (mbr); an end that surely comes (nmst); heads "
+                                    "that predict temperature and top-p (autodeco)",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
                                     "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
@@ -139,6 +141,12 @@ class Options:
                                      "model, in as many rows again (RAC)", None, "tune", metavar="TEXT")
     blocks: int = _option("cllm: blocks that are decoded after each prompt", 4, "tune")
     fixed_weight: float = _option("cllm: weight of the cross-entropy of fixed points", 10.0, "tune")
+    select: str = _option("mbr: rule that selects a sample, as for select= of decodax.generate", "mbr", "tune")
+    quality: str | None = _option("mbr: FILE.py:NAME of a function of a prompt and texts that returns their qualities; "
+                                  "the best sample is then selected (QE fine-tuning)", None, "tune", metavar="FUNCTION")
+    candidates: int = _option("mbr: samples of each prompt", 32, "tune")
+    new_tokens: int = _option("mbr: largest number of tokens of a sample", 64, "tune")
+    epsilon: float = _option("nmst: growth of the lower bound of the end's probability", 1e-4, "tune")
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")
@@ -181,8 +189,8 @@ class Options:
     apart: float = _option("share of rows whose prompt does not see the answer, for models that read prompts from a "
                            "cache", 0.0, "diffusion")
     answers: int | None = _option("number of the model's own answers for a stage (default: 8192 to problems; of text "
-                                  "1024, with 64 tokens each), or for cllm and scheduled-sampling (default: "
-                                  "256)", only="diffusion tune")
+                                  "1024, with 64 tokens each), or for cllm, scheduled-sampling and mbr "
+                                  "(default: 256)", only="diffusion tune")
     longest: int | None = _option("tokens of the longest texts", only="recall")
     problems: int | None = _option("held-out problems that the finished model is measured on", None,
                                    "recall sums numerals", False)

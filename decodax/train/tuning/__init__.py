@@ -1,14 +1,16 @@
 """Objectives with which a whole model is tuned, one file for each paper, and the examples that they read."""
 
+from decodax.train.tuning.autodeco import DecodingHeadsLoss
 from decodax.train.tuning.cllm import ConsistencyLoss, Trajectory, TrajectoryBatches, collect_trajectories
 from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples
 from decodax.train.tuning.exits import losses_by_layer
 from decodax.train.tuning.layer_skip import EarlyExitLoss
 from decodax.train.tuning.msn import NoisyLoss
+from decodax.train.tuning.nmst import SelfTerminatingLoss
 from decodax.train.tuning.scheduled_sampling import ScheduledSamplingLoss
 from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
-__all__ = ["ConsistencyLoss", "EarlyExitLoss", "Example", "ExampleBatches", "ExampleRows", "NoisyLoss",
-           "ScheduledSamplingLoss", "SemiAutoregressiveLoss", "SortedLoss", "Trajectory", "TrajectoryBatches",
-           "collect_trajectories", "losses_by_layer", "read_examples"]
+__all__ = ["ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches", "ExampleRows",
+           "NoisyLoss", "ScheduledSamplingLoss", "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SortedLoss",
+           "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples"]
