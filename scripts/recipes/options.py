@@ -45,7 +45,8 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | {"ppd": 1e-2}
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3)}
+    "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3),
+    "any-subset": {}}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -117,7 +118,7 @@ class Options:
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
                                     "several tokens at masks (space); after the model's own tokens; the "
                                     "best of the model's own samples (mbr); an end that surely comes (nmst); heads "
-                                    "that predict temperature and top-p (autodeco)",
+                                    "that predict temperature and top-p (autodeco); tokens in gaps (any-subset)",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
                                     "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
@@ -134,7 +135,7 @@ class Options:
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
                                "replaces, or masks of space (default: 5)", only="diffusion tune")
-    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+    mask: int | None = _option("space, any-subset: id of the mask token (default: the padding token)", None, "tune")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "

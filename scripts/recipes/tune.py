@@ -23,6 +23,7 @@ from decodax.models.packed import Packed
 from decodax.train.language_model import WeightedAnswers
 from decodax.train.loop import Objective, place_batch
 from decodax.train.tuning import (
+    AnySubsetLoss,
     ConsistencyLoss,
     DecodingHeadsLoss,
     EarlyExitLoss,
@@ -42,7 +43,7 @@ from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
 from recipes.options import Options
 from recipes.run import Recipe
-from recipes.tuned import Tuned, TunedEnd, TunedHeads
+from recipes.tuned import Tuned, TunedAnySubset, TunedEnd, TunedHeads
 
 EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
@@ -147,6 +148,8 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
     match objective:
         case SelfTerminatingLoss():
             return TunedEnd(lm, objective, rows)
+        case AnySubsetLoss():
+            return TunedAnySubset(lm, objective, key)
         case DecodingHeadsLoss():
             return TunedHeads(lm, objective, key, options.target)
     return Tuned(lm, options.objective in ("layerskip", "soft"))
@@ -174,6 +177,8 @@ def objective_of(options: Options, lm: Any) -> Objective:
             return ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
         case "nmst":
             return SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
+        case "any-subset":
+            return AnySubsetLoss(network, lm.pad if options.mask is None else options.mask, dtype=dtype)
         case "autodeco":
             return DecodingHeadsLoss(network, dtype)
     return WeightedAnswers(network, 0.0, dtype)
@@ -217,7 +222,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(step: int) -> Any:
         now = jax.random.fold_in(key, step)
         return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
-                "space": now, "autodeco": (now, frozen)}.get(str(options.objective))
+                "space": now, "any-subset": now, "autodeco": (now, frozen)}.get(str(options.objective))
 
     def losses(params: Any) -> dict[str, float]:
         """Returns the held-out losses by their names."""

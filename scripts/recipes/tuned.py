@@ -17,7 +17,13 @@ import decodax as dx
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
 from decodax.train.language_model import token_losses
-from decodax.train.tuning import DecodingHeadsLoss, ExampleRows, SelfTerminatingLoss, losses_by_layer
+from decodax.train.tuning import (
+    AnySubsetLoss,
+    DecodingHeadsLoss,
+    ExampleRows,
+    SelfTerminatingLoss,
+    losses_by_layer,
+)
 from decodax.train.tuning.nmst import first_end_head
 
 ENDS_FROM = 16
@@ -53,6 +59,19 @@ class Tuned:
     def write(self, target: Path, shipped: Any) -> None:
         """Writes the weights into a directory."""
         dx.save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+
+
+class TunedAnySubset(Tuned):
+    """An any-subset model, whose loss of hidden tokens is measured; the same ones each time."""
+
+    use = 'dx.algorithms.diffusion.assd(dx.load("DIRECTORY"), texts, {mask})'
+
+    def __init__(self, lm: Any, objective: AnySubsetLoss, key: jax.Array):
+        super().__init__(lm)
+        self.objective, self.key, self.use = jax.jit(objective), key, self.use.format(mask=objective.mask)
+
+    def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
+        return self.objective(params, (tokens, learned), self.key)[0][None]
 
 
 class TunedEnd(Tuned):

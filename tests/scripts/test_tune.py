@@ -82,7 +82,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: O
 
 @pytest.mark.wide
 @pytest.mark.parametrize("objective", often(["space"], [
-    "next-token", "soft", "msn", "cllm", "space", "scheduled-sampling", "mbr", "nmst"]))
+    "next-token", "soft", "msn", "cllm", "space", "scheduled-sampling", "mbr", "nmst",
+    "any-subset"]))
 def test_every_objective_trains(options: Options, objective: str, tmp_path: Path) -> None:
     own = replace(options, objective=objective, preset=objective, output=tmp_path, answers=8, blocks=2,
                   candidates=4, new_tokens=8, epsilon=0.01,
@@ -98,6 +99,9 @@ def test_every_objective_trains(options: Options, objective: str, tmp_path: Path
     if objective == "nmst":
         lm = dx.algorithms.contrastive.nmst(lm, tmp_path / "model", 0.3)
         assert same(lm.params, run.params) and "nmst(dx.load(" in (tmp_path / "model" / "README.md").read_text()
+    if objective == "any-subset":
+        filled = dx.algorithms.diffusion.assd(lm, [[5, lm.pad, 6, lm.pad]])
+        assert lm.pad not in filled.tokens[0] and filled.rounds[0] <= 2
     assert dx.generate(lm, "def f(", max_new_tokens=4).tokens.size
 
 

@@ -146,6 +146,7 @@ def test_scheduled_sampling_replaces_a_rising_share_of_the_inputs_of_targets():
     assert list(one.tokens) == [*TOKENS[0, :3], *own[0, 3:], 22, 23, *TOKENS[0, 3:]] and one.prompt == 9
 
 
+@pytest.mark.wide
 def test_nmst_gives_the_end_what_its_head_and_the_bound_say():
     """`(1 - s) (1 - (1 - epsilon) ** t) + s`, and a softmax over the other tokens; in training and in decoding."""
     u, epsilon, end = RNG.normal(size=16).astype(np.float32), 0.05, 4

@@ -1,5 +1,6 @@
 """Objectives with which a whole model is tuned, one file for each paper, and the examples that they read."""
 
+from decodax.train.tuning.any_subset import AnySubsetLoss
 from decodax.train.tuning.autodeco import DecodingHeadsLoss
 from decodax.train.tuning.cllm import ConsistencyLoss, Trajectory, TrajectoryBatches, collect_trajectories
 from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples
@@ -11,6 +12,6 @@ from decodax.train.tuning.scheduled_sampling import ScheduledSamplingLoss
 from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
-__all__ = ["ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches", "ExampleRows",
-           "NoisyLoss", "ScheduledSamplingLoss", "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SortedLoss",
-           "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples"]
+__all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches",
+           "ExampleRows", "NoisyLoss", "ScheduledSamplingLoss", "SelfTerminatingLoss", "SemiAutoregressiveLoss",
+           "SortedLoss", "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples"]
