@@ -11,8 +11,8 @@ from typing import Any
 import decodax as dx
 from decodax.train.tuning.examples import Example
 
-TOGETHER = 32
-"""Prompts that are sampled together."""
+TOGETHER = 256
+"""Samples that are drawn together, at most, if those of one prompt are not more."""
 
 
 def selected_answers(lm: Any, examples: Sequence[Example], rule: Any, candidates: int = 32, max_new_tokens: int = 64,
@@ -36,8 +36,9 @@ def selected_answers(lm: Any, examples: Sequence[Example], rule: Any, candidates
     if not all(prompts):
         raise ValueError(f"data: example {prompts.index([])} has no prompt; takes pairs of a prompt and a target")
     made: list[Example] = []
-    for at in range(0, len(prompts), TOGETHER):
-        some = prompts[at:at + TOGETHER]
+    count = max(TOGETHER // candidates, 1)
+    for at in range(0, len(prompts), count):
+        some = prompts[at:at + count]
         out = dx.generate(lm, some, select=rule, num_samples=candidates, temperature=1.0, top_k=0, top_p=1.0,
                           max_new_tokens=max_new_tokens, seed=seed, request_ids=range(at, at + len(some)))
         made += [Example((*given, *out.row(i).tolist()), len(given)) for i, given in enumerate(some)]
