@@ -26,7 +26,7 @@ TEXTS = {
     "lm": "language models of Python, with distillation from a teacher",
     "diffusion": "masked diffusion models, certainty forcing and filters for Learn2PD",
     "drafter": "drafters for speculative decoding: Medusa, Hydra, EAGLE and others, for a target that does not change",
-    "tune": "any model further, on your texts: for next tokens, early exits or parallel decoding",
+    "tune": "any model further, on your texts: for next tokens, early exits or parallel decoding, or heads beside it",
     "recall": "the long-context model that cache policies are measured on",
     "sums": "the model that works out sums, which searches are measured on",
     "numerals": "the Markov transformer for cascaded decoding",

@@ -25,7 +25,7 @@ DECODING = frozenset({
     "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
     "forced_eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
-    "exponential_decay_length_penalty", "watermarking_config", "eos_token_id"})
+    "exponential_decay_length_penalty", "watermarking_config", "nmst_epsilon", "eos_token_id"})
 """Keys that `build` takes under the same name."""
 
 IDS = frozenset({"eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",

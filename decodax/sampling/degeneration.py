@@ -79,10 +79,10 @@ class NonMonotonicEnd(Transform):
     probability of the end, the new one is `(1 - s) (1 - (1 - epsilon) ** t) + s`. The other tokens keep their
     proportions.
 
-    The paper trains a model whose `s` is the sigmoid of the end's logit, separate from the softmax of the other tokens.
-    The logits of other models are only defined up to a constant, so here `s` is the sigmoid of the end's log-odds: its
-    logit minus the log-sum-exp of the others. For a model trained as in the paper, with the other logits normalised,
-    this is the paper's `s`. For all other models it is the softmax probability of the end.
+    The paper trains a head whose `s` is the sigmoid of a number apart from the softmax of the other tokens
+    (`decodax.algorithms.contrastive.nmst` is a model with such a head). The logits of a model are only defined up to a
+    constant, so here `s` is the sigmoid of the end's log-odds: its logit minus the log-sum-exp of the others. With the
+    trained head this is the paper's `s`. For all other models it is the softmax probability of the end.
 
     Attributes:
         ends: `i32[B, E]`, tokens that end a text, padded with -1.
@@ -93,18 +93,31 @@ class NonMonotonicEnd(Transform):
     epsilon: Array
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        ends = members(self.ends, logits.shape[-1])
         time = (ctx.length - ctx.prompt_length + 1).astype(jnp.float32)
-        sums = lambda keep: _log_sum(jnp.where(keep, logits, -jnp.inf))
-        end, rest = sums(ends), sums(~ends)
-        late = time * jnp.log1p(-self.epsilon)          # log(1 - bound)
-        s = jax.nn.sigmoid(end - rest)
-        p = (1 - s) * -jnp.expm1(late) + s
-        new = jnp.where(ends, logits - end + jnp.log(p), logits - rest + jax.nn.log_sigmoid(rest - end) + late)
-        left_alone = (self.epsilon == 0) | (end == -jnp.inf) | (rest == -jnp.inf) | jnp.isnan(logits).any()
-        return jnp.where(left_alone, logits, new)
+        new = self_terminating(logits, members(self.ends, logits.shape[-1]), time, self.epsilon)
+        return jnp.where((self.epsilon == 0) | jnp.isnan(logits).any(), logits, new)
+
+
+def self_terminating(logits: Array, ends: Array, time: Array, epsilon: Array | float) -> Array:
+    """Returns log-probabilities by the rule of `NonMonotonicEnd`, `f32[..., V]`; the logits themselves where they allow
+    no end or nothing else.
+
+    Args:
+        logits: `f32[..., V]`.
+        ends: `bool[V]`, tokens that end a text.
+        time: `f32[...]`, number of the new token, from 1.
+        epsilon: growth of the bound, in [0, 1).
+    """
+    sums = lambda keep: _log_sum(jnp.where(keep, logits, -jnp.inf))
+    end, rest = sums(ends), sums(~ends)
+    late = time[..., None] * jnp.log1p(-epsilon)          # log(1 - bound)
+    s = jax.nn.sigmoid(end - rest)
+    p = (1 - s) * -jnp.expm1(late) + s
+    new = jnp.where(ends, logits - end + jnp.log(p), logits - rest + jax.nn.log_sigmoid(rest - end) + late)
+    return jnp.where((end == -jnp.inf) | (rest == -jnp.inf), logits, new)
 
 
 def _log_sum(x: Array) -> Array:
-    top = x.max()
-    return jnp.where(top == -jnp.inf, -jnp.inf, top + jnp.log(jnp.exp(x - jnp.where(top == -jnp.inf, 0, top)).sum()))
+    top = x.max(-1, keepdims=True)
+    some = jnp.log(jnp.exp(x - jnp.where(top == -jnp.inf, 0, top)).sum(-1, keepdims=True))
+    return jnp.where(top == -jnp.inf, -jnp.inf, top + some)

@@ -17,11 +17,12 @@ from decodax.train.less import fit_less
 from decodax.train.probe import Probe, fit_heads, fit_layers
 from decodax.train.query_aware import fit_key_books
 from decodax.train.rotatekv import fit_order
+from decodax.train.scaling import fit_scaling
 from decodax.train.token_butler import fit_token_butler
 
 __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fit_acceptance_head",
            "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_draft_length", "fit_echo_att",
            "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers",
-           "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors", "fit_sequoia",
-           "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads", "sub_model",
+           "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors", "fit_scaling",
+           "fit_sequoia", "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads", "sub_model",
            "train_kv_prediction"]

@@ -45,7 +45,8 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "lud": {}, "s3d": {}, "scheduled-sampling": dict(answers=256), "dparallel": dict(answers=256, peak=3e-5),
+    "lud": {}, "s3d": {}, "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256), "nmst": {},
+    "autodeco": dict(peak=1e-3), "any-subset": {}, "dparallel": dict(answers=256, peak=3e-5),
     "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
@@ -120,9 +121,11 @@ class Options:
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
                                     "several tokens at masks (space), also without the middle layers (s3d), or "
-                                    "units at placeholders (lud); after the model's own tokens; a diffusion model's "
-                                    "answers to be surer of them (dparallel), or a filter that knows when it is right "
-                                    "(learn2pd)",
+                                    "units at placeholders (lud); after the model's own tokens; the best of the "
+                                    "model's own samples (mbr); an end that surely comes (nmst); heads that predict "
+                                    "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion "
+                                    "model's answers to be surer of them (dparallel), or a filter that knows when it "
+                                    "is right (learn2pd)",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus)', (),
@@ -146,8 +149,8 @@ class Options:
                                "replaces, masks of space and lud, or drafts of s3d (default: 5), or tokens of a "
                                "block of dparallel and learn2pd (default: the block of the model, or 32)",
                                only="diffusion tune")
-    mask: int | None = _option("space, lud, s3d, pard: id of the mask token (default: the padding token)", None,
-                               "drafter tune")
+    mask: int | None = _option("space, lud, s3d, any-subset, pard: id of the mask token (default: the padding token)",
+                               None, "drafter tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
@@ -159,6 +162,12 @@ class Options:
                                      "model, in as many rows again (RAC)", None, "tune", metavar="TEXT")
     blocks: int = _option("cllm: blocks that are decoded after each prompt", 4, "tune")
     fixed_weight: float = _option("cllm: weight of the cross-entropy of fixed points", 10.0, "tune")
+    select: str = _option("mbr: rule that selects a sample, as for select= of decodax.generate", "mbr", "tune")
+    quality: str | None = _option("mbr: FILE.py:NAME of a function of a prompt and texts that returns their qualities; "
+                                  "the best sample is then selected (QE fine-tuning)", None, "tune", metavar="FUNCTION")
+    candidates: int = _option("mbr: samples of each prompt", 32, "tune")
+    new_tokens: int = _option("mbr: largest number of tokens of a sample", 64, "tune")
+    epsilon: float = _option("nmst: growth of the lower bound of the end's probability", 1e-4, "tune")
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")

@@ -1,28 +1,32 @@
 """Fine-tuning of any model on texts, or on pairs of prompts and targets, for decoding methods that need a tuned model.
 
-All weights change. The objectives are those of `decodax.train.tuning`; those for diffusion models are in
-`recipes.own_answers`.
+All weights change, but those of the model beside AutoDeco's heads. The objectives are those of `decodax.train.tuning`;
+those for diffusion models are in `recipes.own_answers`.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.models import Transformer
 from decodax.models.packed import Packed
-from decodax.train.language_model import WeightedAnswers, token_losses
+from decodax.train.language_model import WeightedAnswers
 from decodax.train.loop import Objective, place_batch
 from decodax.train.tuning import (
+    AnySubsetLoss,
     ConsistencyLoss,
+    DecodingHeadsLoss,
     EarlyExitLoss,
     Example,
     ExampleBatches,
@@ -30,20 +34,22 @@ from decodax.train.tuning import (
     LexicalUnitLoss,
     NoisyLoss,
     ScheduledSamplingLoss,
+    SelfTerminatingLoss,
     SemiAutoregressiveLoss,
     SkippyLoss,
     SortedLoss,
     TrajectoryBatches,
     collect_trajectories,
-    losses_by_layer,
     read_examples,
     sure_tokens,
 )
+from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
 from recipes.run import Recipe, target_of
+from recipes.tuned import Tuned, TunedAnySubset, TunedEnd, TunedHeads
 
 EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
@@ -63,7 +69,7 @@ base_model: {target}
 ---
 # {name}
 
-`{target}`, tuned with the objective `{objective}`. The license is that of `{target}`.
+`{target}`, tuned with the objective `{objective}`: `{use}`. The license is that of `{target}`.
 
 | | |
 |---|---|
@@ -124,6 +130,40 @@ def own_answers(lm: Any, rows: ExampleRows) -> np.ndarray:
     return made
 
 
+def ends_of(lm: Any) -> tuple[int, ...]:
+    """Returns the ids that end a text of the model."""
+    return tuple(i for i in lm.eos if isinstance(i, int))
+
+
+def rule_of(options: Options) -> Any:
+    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names.
+
+    Raises:
+        ValueError: `--quality` names no function of a file.
+    """
+    if options.quality is None:
+        return options.select
+    file, _, name = options.quality.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"quality: got {options.quality!r}, takes FILE.py:NAME of a function")
+    found = runpy.run_path(file).get(name)
+    if not callable(found):
+        raise ValueError(f"quality: {file} has no function {name!r}")
+    return dx.select.best_of_n(reward=found)
+
+
+def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows, key: jax.Array) -> Tuned:
+    """Returns what is trained."""
+    match objective:
+        case SelfTerminatingLoss():
+            return TunedEnd(lm, objective, rows)
+        case AnySubsetLoss():
+            return TunedAnySubset(lm, objective, key)
+        case DecodingHeadsLoss():
+            return TunedHeads(lm, objective, key, options.target)
+    return Tuned(lm, options.objective in ("layerskip", "soft"))
+
+
 def objective_of(options: Options, lm: Any) -> Objective:
     """Returns the loss."""
     network, dtype = lm.model, options.dtype
@@ -147,6 +187,12 @@ def objective_of(options: Options, lm: Any) -> Objective:
             return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
         case "cllm":
             return ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
+        case "nmst":
+            return SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
+        case "any-subset":
+            return AnySubsetLoss(network, lm.pad if options.mask is None else options.mask, dtype=dtype)
+        case "autodeco":
+            return DecodingHeadsLoss(network, dtype)
     return WeightedAnswers(network, 0.0, dtype)
 
 
@@ -156,10 +202,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if options.lora is not None and options.objective != "dparallel":
         raise ValueError(f"lora: got {options.lora} with {options.objective}, takes None")
     lm = checked(target_of(options), fills)
-    network, length = lm.model, min(options.length or 256, lm.model.trained_positions or 1 << 30)
+    length = min(options.length or 256, lm.model.trained_positions or 1 << 30)
     examples = read_examples([Path(file) for file in options.data], lm)
     if fills:       # of a target nothing is read, so it takes no room from its prompt
         examples = [Example(x.tokens[:x.prompt + 1], x.prompt) if x.prompt else x for x in examples]
+    if options.objective == "mbr":
+        examples = selected_answers(lm, examples[:options.answers or 256], rule_of(options), options.candidates,
+                                    options.new_tokens, options.seed)
     rows = ExampleRows.of(examples, length)
     if rows.cut:
         console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
@@ -169,8 +218,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
                                   mesh, console)
     objective, key = objective_of(options, lm), jax.random.key(options.seed)
-    exits, jacobi = options.objective in ("layerskip", "soft"), options.objective in ("cllm", "msn")
-    batch, ways, end = options.batch or 8, mesh.shape["data"], tuple(i for i in lm.eos if isinstance(i, int))
+    tuned = tuned_of(options, lm, objective, used, key)
+    jacobi = options.objective in ("cllm", "msn")
+    batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
+    frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if options.objective == "autodeco" else ()
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
     if options.objective == "lud":
         sure = sure_tokens(lm, used, options.sure)
@@ -195,24 +246,20 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(step: int) -> Any:
         now = jax.random.fold_in(key, step)
         return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
-                "space": now, "lud": now, "s3d": now}.get(str(options.objective))
+                "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen)
+                }.get(str(options.objective))
 
-    def losses(params: Any) -> np.ndarray:
-        """Returns the held-out loss, of the exits after each layer or of the whole model."""
-        total, count = np.zeros(network.depth if exits else 1), 0
+    def losses(params: Any) -> dict[str, float]:
+        """Returns the held-out losses by their names."""
+        total, count = np.zeros(len(tuned.names)), 0
         for at in range(0, len(held), 8 * ways):
             part = held[at:at + 8 * ways]
             fill = ((0, 8 * ways - len(part)), (0, 0))
             tokens, learned = place_batch((np.pad(part.tokens, fill), np.pad(part.learned, fill)), mesh)
             many = int(part.learned[:, 1:].sum())
-            own = losses_by_layer(network, params, (tokens, learned)) if exits else jnp.where(
-                learned[:, 1:], token_losses(network, params, tokens), 0).sum()[None] / many
-            total, count = total + many * np.asarray(own, np.float64), count + many
-        return np.asarray(total / count)
-
-    def named(figures: np.ndarray) -> dict[str, float]:
-        return {"cross_entropy": float(figures[-1]),
-                **({f"after_layer_{i + 1}": float(x) for i, x in enumerate(figures[:-1])} if exits else {})}
+            total += many * np.asarray(tuned.measure(params, tokens, learned), np.float64)
+            count += many
+        return dict(zip(tuned.names, map(float, total / count), strict=True))
 
     def tokens_a_forward(params: Any) -> float:
         """Returns the mean number of tokens of a round of Jacobi decoding."""
@@ -222,10 +269,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds))
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
-        dx.save(lm.with_params(jax.tree.map(np.asarray, shipped)), target)
-        after = named(losses(exact))
+        tuned.write(target, shipped)
+        after = losses(exact)
         # placed as the trained weights are, which compiles nothing more
-        before = named(losses(jax.device_put(lm.params, network.shardings(mesh))))
+        before = losses(jax.device_put(tuned.start, tuned.shardings(mesh)
+                                       or NamedSharding(mesh, PartitionSpec())))
         if jacobi:
             own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
             before["jacobi_tokens_a_forward"], after["jacobi_tokens_a_forward"] = (
@@ -235,15 +283,17 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                   "before": {k: v for k, (v, _) in table.items()}, "after": {k: v for k, (_, v) in table.items()}}
         (target / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
         (target / "README.md").write_text(CARD.format(**{
-            **facts, "name": f"{Path(options.target).stem}-{options.objective}", "rows": len(used), "length": length,
-            "data": ", ".join(f"`{Path(file).name}`" for file in options.data), "minutes": 60 * facts["hours"],
+            **facts, "use": tuned.use, "name": f"{Path(options.target).stem}-{options.objective}", "rows": len(used),
+            "length": length, "data": ", ".join(f"`{Path(file).name}`" for file in options.data),
+            "minutes": 60 * facts["hours"],
             "figures": "\n".join(f"| {name.replace('_', ' ')} | {a} → {b} |" for name, (a, b) in table.items()),
             "where": f"on {len(held)} rows that were held out" if out.any() else "on rows of the training data, which "
                      "are too few to hold out some"}))
         name = list(table)[-1]
         return f"{name.replace('_', ' ')} {table[name][0]} before, {table[name][1]} after"
 
-    return Recipe(lm.params, objective, lambda run: batches[run.step],
+    stored = str(lm.config_entries.get("dtype", lm.config_entries.get("torch_dtype")))
+    return Recipe(tuned.start, objective, lambda run: batches[run.step],
                   lambda batch: batch[0].shape[0] * (batch[0].shape[1] - 1),
-                  lambda params, run: named(losses(params)), finish, extra=extra, shardings=network.shardings(mesh),
-                  rounded=str(lm.config_entries.get("dtype", lm.config_entries.get("torch_dtype"))) != "float32")
+                  lambda params, run: losses(params), finish, extra=extra, shardings=tuned.shardings(mesh),
+                  rounded=tuned.rounded and stored != "float32")

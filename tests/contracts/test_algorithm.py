@@ -13,13 +13,12 @@ import pytest
 
 import decodax as dx
 from decodax import algorithms
-from decodax.algorithms.speculative import Logistic
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import Status
 from tests.caches.small import PROMPTS
 from tests.contracts.decoding import BANNED, END, NEW, POLICY, ROWS, SAMPLES, decode, plain
 from tests.drafters.fresh import NAMES as TRAINED
-from tests.drafters.fresh import acceptance_head, fresh, length_network
+from tests.drafters.fresh import acceptance_head, draft_classifier, fresh, length_network
 from tests.laws.cases import lm, prompts, texts
 from tests.matrix import often
 from tests.small_models import net
@@ -49,7 +48,7 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
            "pard": dict(mask=5, length=3),
            "knn-ssd": dict(domains=SAMPLES), "reflective-verification": dict(probe=(5, 6)),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
-           "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
+           "disco": dict(predictor=draft_classifier()),
            "specdec++": dict(head=acceptance_head(lm("sliding"))),
            "adaeagle": dict(network=length_network(lm("llama")))}
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decodax.algorithms.speculative.adaptive.predictor import FEATURES, DraftClassifier
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.parallel import ParallelHead
@@ -30,6 +31,13 @@ def acceptance_head(draft: Any, seed: int = 1) -> dict[str, Any]:
     D = draft.model.config.width
     return {**_drawn({"block": (D, D), "out": (D, 2)}, seed), "block_bias": np.zeros(D, np.float32),
             "out_bias": np.array([0, 1], np.float32)}
+
+
+def draft_classifier(seed: int = 1) -> DraftClassifier:
+    """DISCO's classifier with random weights."""
+    drawn = _drawn({"first": (FEATURES, 4), "second": (4, 1)}, seed)
+    return DraftClassifier(tuple(tuple(map(float, row)) for row in drawn["first"]), (0.1,) * 4,
+                           tuple(map(float, drawn["second"][:, 0])), 0.5)
 
 
 def length_network(lm: Any, seed: int = 1) -> dict[str, Any]:

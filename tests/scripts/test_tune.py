@@ -18,10 +18,11 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.train.masked_diffusion import widened
 from decodax.train.tuning import read_examples
+from decodax.train.tuning.mbr import selected_answers
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from recipes.own_answers import unanswered
-from recipes.tune import checked
+from recipes.tune import checked, rule_of
 from tests.matrix import often
 from tests.scripts.killed import QUIET, resumed, same
 from tests.small_tokenizers import byte_level, save
@@ -65,18 +66,59 @@ def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: O
 
 @pytest.mark.wide
 @pytest.mark.parametrize("objective", often(["space"], [
-    "next-token", "soft", "msn", "cllm", "space", "lud", "s3d", "scheduled-sampling"]))
+    "next-token", "soft", "msn", "cllm", "space", "lud", "s3d", "scheduled-sampling", "mbr", "nmst", "any-subset"]))
 def test_every_objective_trains(options: Options, objective: str, tmp_path: Path) -> None:
     own = replace(options, objective=objective, preset=objective, output=tmp_path, answers=8, blocks=2,
+                  candidates=4, new_tokens=8, epsilon=0.01,
                   block=8 if objective == "cllm" else None,
                   correction="# rather:" if objective == "scheduled-sampling" else None)
-    program.train(own, console=QUIET)
+    run = program.train(own, console=QUIET)
     facts = facts_of(own)
     if objective == "cllm":
         assert facts["after"]["jacobi_tokens_a_forward"] >= 1
     else:
         assert facts["after"]["cross_entropy"] < facts["before"]["cross_entropy"] - 0.1
-    assert dx.generate(dx.load(tmp_path / "model"), "def f(", max_new_tokens=4).tokens.size
+    lm = dx.load(tmp_path / "model")
+    if objective == "nmst":
+        lm = dx.algorithms.contrastive.nmst(lm, tmp_path / "model", 0.3)
+        assert same(lm.params, run.params) and "nmst(dx.load(" in (tmp_path / "model" / "README.md").read_text()
+    if objective == "any-subset":
+        filled = dx.algorithms.diffusion.assd(lm, [[5, lm.pad, 6, lm.pad]])
+        assert lm.pad not in filled.tokens[0] and filled.rounds[0] <= 2
+    assert dx.generate(lm, "def f(", max_new_tokens=4).tokens.size
+
+
+@pytest.mark.wide
+def test_heads_of_autodeco_are_trained_beside_the_model_and_exported_as_the_authors_do(
+        options: Options, tmp_path: Path) -> None:
+    """The model's own weights stay as they are."""
+    own = replace(options, objective="autodeco", preset="autodeco", output=tmp_path / "heads")
+    run = program.train(own, console=QUIET)
+    facts = facts_of(own)
+    assert sum(facts["after"].values()) < sum(facts["before"].values()) - 0.001
+    config = json.loads((tmp_path / "heads" / "model" / "config.json").read_text())
+    assert config["model_type"] == "autodeco" and config["base_model_name_or_path"] == options.target
+    lm = dx.load(options.target)
+    deco = dx.algorithms.contrastive.autodeco(lm, tmp_path / "heads" / "model")
+    assert same(deco.params[1], run.params) and deco.params[0] is lm.params
+
+
+@pytest.mark.wide
+def test_the_samples_that_a_rule_selects_are_learned(options: Options, tmp_path: Path) -> None:
+    quality = tmp_path / "quality.py"
+    quality.write_text("def short(prompt, texts):\n    return [-len(text) for text in texts]\n")
+    rule = rule_of(replace(options, quality=f"{quality}:short"))
+    lm, files = dx.load(options.target), [Path(file) for file in options.data]
+    (example,) = read_examples(files[:1], lm)[:1]
+    (chosen,) = selected_answers(lm, [example], rule, 4, 8, seed=3)
+    given = list(example.tokens[:example.prompt])
+    out = dx.generate(lm, [given], num_samples=4, temperature=1.0, max_new_tokens=8, seed=3)
+    best = int(np.argmin([len(text) for text in out.text]))
+    assert chosen.prompt == len(given) and list(chosen.tokens) == given + out.row(best).tolist()
+    with pytest.raises(ValueError, match=r"quality: .* has no function 'long'"):
+        rule_of(replace(options, quality=f"{quality}:long"))
+    with pytest.raises(ValueError, match="data: example 0 has no prompt"):
+        selected_answers(lm, read_examples(files[1:], lm), rule)
 
 
 @pytest.mark.wide

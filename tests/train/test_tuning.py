@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.contrastive import nmst
+from decodax.core.window import causal
+from decodax.sampling.base import Context
+from decodax.sampling.degeneration import NonMonotonicEnd
 from decodax.train import sub_model
 from decodax.train.loop import adamw, update
 from decodax.train.lora import AdapterLoss
@@ -22,6 +26,7 @@ from decodax.train.tuning import (
     LexicalUnitLoss,
     NoisyLoss,
     ScheduledSamplingLoss,
+    SelfTerminatingLoss,
     SemiAutoregressiveLoss,
     SortedLoss,
     Trajectory,
@@ -182,6 +187,46 @@ def test_scheduled_sampling_replaces_a_rising_share_of_the_inputs_of_targets():
     assert 0 < replaced.sum() < LEARNED.sum()
     (one,) = corrections(ExampleRows(TOKENS[:1], LEARNED[:1]), own[:1], [22, 23])
     assert list(one.tokens) == [*TOKENS[0, :3], *own[0, 3:], 22, 23, *TOKENS[0, 3:]] and one.prompt == 9
+
+
+@pytest.mark.wide
+def test_nmst_gives_the_end_what_its_head_and_the_bound_say():
+    """`(1 - s) (1 - (1 - epsilon) ** t) + s`, and a softmax over the other tokens; in training and in decoding."""
+    u, epsilon, end = RNG.normal(size=16).astype(np.float32), 0.05, 4
+    tokens, _ = (np.where(TOKENS == 7, end, TOKENS), LEARNED)
+    tokens[0, 5] = end
+    objective = SelfTerminatingLoss(lm().model, (end,), epsilon)
+    loss, _ = jax.jit(objective)((lm().params, jnp.asarray(u)), (jnp.asarray(tokens, jnp.int32), BATCH[1]), None)
+    config, own = lm().model.config, []
+    run = jax.jit(lambda x: lm().model.apply(lm().params, causal(x, jnp.zeros(3, jnp.int32)),
+                                             lm().model.init_cache(3, 0)).hidden)
+    hidden = np.asarray(run(jnp.asarray(tokens[:, :-1], jnp.int32)), np.float64)
+    table = np.zeros((3, 8, 24))
+    for row in range(3):
+        p = np.exp(logits(config, lm().params, tokens[row, :-1]))
+        p[:, end] = 0
+        p /= p.sum(-1, keepdims=True)
+        time = np.maximum(np.cumsum(LEARNED[row, 1:]), 1)
+        s = 1 / (1 + np.exp(-hidden[row] @ u))
+        alpha = (1 - s) * (1 - (1 - epsilon) ** time) + s
+        table[row] = (1 - alpha)[:, None] * p
+        table[row, :, end] = alpha
+        own.append(table[row][np.arange(8), tokens[row, 1:]])
+    assert (tokens[:, 1:] == end).any()
+    assert float(loss) == pytest.approx(-np.log(np.stack(own))[LEARNED[:, 1:]].mean(), rel=1e-5)
+
+    model, link = nmst(lm(), u, epsilon), NonMonotonicEnd(jnp.array([end]), jnp.float32(epsilon))
+    run = jax.jit(lambda x: model.model.apply(model.params, causal(x, jnp.zeros(3, jnp.int32)),
+                                              model.model.init_cache(3, 0)).logits())
+    decoded = run(jnp.asarray(tokens[:, :-1], jnp.int32))
+    assert model.generation_config["nmst_epsilon"] == epsilon
+    for row, given in enumerate(LEARNED.argmax(1)):
+        for t in (given, given + 2):        # the token at `t` is the new one of this number, from 1
+            ctx = Context(jnp.zeros(9, jnp.int32), jnp.int32(t), jnp.int32(given), jax.random.key(0))
+            q = np.asarray(jax.nn.softmax(link.logits(None, ctx, decoded[row, t - 1])))
+            np.testing.assert_allclose(q, table[row, t - 1], atol=1e-6)
+    with pytest.raises(ValueError, match=r"head: got shape \(3,\), takes \(16,\)"):
+        nmst(lm(), u[:3])
 
 
 @pytest.fixture(scope="module")

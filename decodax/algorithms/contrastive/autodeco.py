@@ -6,20 +6,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from decodax.algorithms.contrastive.paired import PairedReadout, tensors_of
 from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
-from decodax.core.around import Readout
-from decodax.core.cache import Cache
 from decodax.core.loaded import Loaded
-from decodax.core.types import Out, embeddings, logits_of, outputs
-from decodax.core.window import Window
 from decodax.sampling.warpers import TopP
 
 COLDEST = 1e-2
@@ -102,6 +99,15 @@ class Heads(Struct):
 
         return cls(one("temp_head"), one("top_p_head"))
 
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Returns the weights by the names of the authors' checkpoints, as `of` reads them."""
+        found: dict[str, np.ndarray] = {}
+        for name, head in (("temp_head", self.temperature), ("top_p_head", self.top_p)):
+            up, up_bias, down, bias = (np.asarray(x) for x in (head.up, head.up_bias, head.down, head.down_bias))
+            found |= {f"{name}.mlp.0.weight": np.ascontiguousarray(up.T), f"{name}.mlp.0.bias": up_bias,
+                      f"{name}.mlp.2.weight": down[None], f"{name}.mlp.2.bias": bias[None]}
+        return found
+
     def __call__(self, hidden: Array, logits: Array) -> tuple[Array, Array]:
         """Returns temperature (0 to 2) and top-p (0 to 1), both `f32[...]`, for hidden states `f[..., D]` and their
         logits `f32[..., V]`."""
@@ -121,7 +127,7 @@ def features(logits: Array, temperature: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoDeco(Readout):
+class AutoDeco(PairedReadout):
     """A model whose logits are divided by the temperature, and cut to the top-p, that two heads predict for each
     position (Wang et al., 2025).
 
@@ -130,31 +136,11 @@ class AutoDeco(Readout):
     after the heads. The weights are a pair: those of the network and the `Heads`.
     """
 
-    def apply(self, params: Any, window: Window, cache: Cache) -> Out:
-        out = self.base.apply(params[0], window, cache)
-        heads: Heads = params[1]
-
-        def head(hidden: Array) -> Array:
-            logits = out.head(hidden)
-            temperature, top_p = heads(hidden, logits)
-            rows = (logits / jnp.maximum(temperature, COLDEST)[..., None]).reshape(-1, logits.shape[-1])
-            cut = jax.vmap(lambda row, p: TopP(p).logits(None, cast(Any, None), row))(rows, top_p.reshape(-1))
-            return cut.reshape(logits.shape)
-
-        return dataclasses.replace(out, head=head)
-
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        own = None if params is None else params[0]
-        return self.base.init_cache(batch, capacity, params=own, inputs=inputs)
-
-    def embeddings(self, params: Any, tokens: Array) -> Array:
-        return embeddings(self.base, params[0], tokens)
-
-    def logits(self, params: Any, hidden: Array) -> Array:
-        return logits_of(self.base, params[0], hidden)
-
-    def outputs(self, params: Any, layer: int) -> Array:
-        return outputs(self.base, params[0], layer)
+    def read(self, own: Heads, hidden: Array, logits: Array) -> Array:
+        temperature, top_p = own(hidden, logits)
+        rows = (logits / jnp.maximum(temperature, COLDEST)[..., None]).reshape(-1, logits.shape[-1])
+        cut = jax.vmap(lambda row, p: TopP(p).logits(None, cast(Any, None), row))(rows, top_p.reshape(-1))
+        return cut.reshape(logits.shape)
 
 
 @FUNCTIONS.register("algorithms.contrastive.autodeco",
@@ -173,9 +159,7 @@ def autodeco(lm: Loaded, heads: Heads | Mapping[str, Any] | str | os.PathLike[st
         ValueError: tensors are missing.
     """
     if isinstance(heads, (str, os.PathLike)):
-        from safetensors.numpy import load_file
-
-        heads = {name: x for file in sorted(Path(heads).glob("*.safetensors")) for name, x in load_file(file).items()}
+        heads = tensors_of(heads)
     found = heads if isinstance(heads, Heads) else Heads.of(heads)
     return dataclasses.replace(cast(Any, lm), model=AutoDeco(lm.model), params=(lm.params, found))
 

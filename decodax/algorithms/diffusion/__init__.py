@@ -41,6 +41,7 @@ from decodax.algorithms.diffusion.adapter import (
     Template,
 )
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.assd import AnySubsetResult, assd
 from decodax.algorithms.diffusion.caching.blocks import BlockCache, FusedCache, NoCache
 from decodax.algorithms.diffusion.caching.dkv_cache import DelayedTokens, DKVCacheGreedy
 from decodax.algorithms.diffusion.caching.dllm_cache import Similarity
@@ -89,15 +90,15 @@ from decodax.algorithms.diffusion.samplers.ssd import BranchTree
 from decodax.algorithms.diffusion.stats import DistributionStats, statistics
 from decodax.algorithms.diffusion.view import Seen, View
 
-__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
-           "Average", "BlockCache", "BlockCausal", "BlockPipeline", "BlockQuota", "Blocks", "BranchExact",
-           "BranchLater", "BranchTree", "Caching", "Canvas", "CausalPrefix", "ClosingToken", "Coins", "Confidence",
-           "Confident", "ConfidentPrefix", "Credit", "DKVCacheGreedy", "Delayed", "DelayedTokens", "Delimited",
-           "DiffusionRule", "DistributionStats", "Drift", "DualCache", "Edit", "EndOfText", "EntropyBound", "Factor",
-           "Filter", "FirstEnd", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "GuidedDiffusion", "InTurn",
-           "Keep", "Leading", "Learned", "LimitedLookahead", "LocalLeap", "Margin", "MaskBottom", "MaskedDiffusion",
-           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipelined", "Position", "PredictedEnd",
-           "PrefixCache", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Remask", "Renoise", "Score", "Seen",
-           "Segments", "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps", "Stop", "SubBlockCache",
-           "SubBlocks", "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask", "Verify", "Vicinity", "View",
-           "Whole", "WholeBlocks", "Windows", "WithBest", "statistics"]
+__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AnySubsetResult",
+           "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal", "BlockPipeline", "BlockQuota", "Blocks",
+           "BranchExact", "BranchLater", "BranchTree", "Caching", "Canvas", "CausalPrefix", "ClosingToken", "Coins",
+           "Confidence", "Confident", "ConfidentPrefix", "Credit", "DKVCacheGreedy", "Delayed", "DelayedTokens",
+           "Delimited", "DiffusionRule", "DistributionStats", "Drift", "DualCache", "Edit", "EndOfText", "EntropyBound",
+           "Factor", "Filter", "FirstEnd", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "GuidedDiffusion",
+           "InTurn", "Keep", "Leading", "Learned", "LimitedLookahead", "LocalLeap", "Margin", "MaskBottom",
+           "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipelined", "Position",
+           "PredictedEnd", "PrefixCache", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Remask", "Renoise",
+           "Score", "Seen", "Segments", "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps", "Stop",
+           "SubBlockCache", "SubBlocks", "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask", "Verify",
+           "Vicinity", "View", "Whole", "WholeBlocks", "Windows", "WithBest", "assd", "statistics"]

@@ -9,7 +9,7 @@ from decodax.algorithms.speculative.adaptive.fit_lengths import fit_lengths
 from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
 from decodax.algorithms.speculative.adaptive.lengths import Lengths
 from decodax.algorithms.speculative.adaptive.measure import automatic, measure
-from decodax.algorithms.speculative.adaptive.predictor import Logistic, fit_predictor
+from decodax.algorithms.speculative.adaptive.predictor import DraftClassifier, fit_predictor
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.self_speculative import Skips, fit_skipped_layers
 from decodax.algorithms.speculative.halves import apart
@@ -43,10 +43,10 @@ __all__ = [
     "Cut",
     "Distance",
     "Draft",
+    "DraftClassifier",
     "Greedy",
     "KSeq",
     "Lengths",
-    "Logistic",
     "LongestBranch",
     "MultiRound",
     "Probes",

@@ -1,17 +1,20 @@
 """Objectives with which a whole model is tuned, one file for each paper, and the examples that they read."""
 
+from decodax.train.tuning.any_subset import AnySubsetLoss
+from decodax.train.tuning.autodeco import DecodingHeadsLoss
 from decodax.train.tuning.cllm import ConsistencyLoss, Trajectory, TrajectoryBatches, collect_trajectories
 from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples
 from decodax.train.tuning.exits import losses_by_layer
 from decodax.train.tuning.layer_skip import EarlyExitLoss
 from decodax.train.tuning.lud import LexicalUnitLoss, sure_tokens
 from decodax.train.tuning.msn import NoisyLoss
+from decodax.train.tuning.nmst import SelfTerminatingLoss
 from decodax.train.tuning.s3d import SkippyLoss
 from decodax.train.tuning.scheduled_sampling import ScheduledSamplingLoss
 from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
-__all__ = ["ConsistencyLoss", "EarlyExitLoss", "Example", "ExampleBatches", "ExampleRows",
-           "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SemiAutoregressiveLoss", "SkippyLoss",
-           "SortedLoss", "Trajectory", "TrajectoryBatches", "collect_trajectories", "losses_by_layer", "read_examples",
-           "sure_tokens"]
+__all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches",
+           "ExampleRows", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SelfTerminatingLoss",
+           "SemiAutoregressiveLoss", "SkippyLoss", "SortedLoss", "Trajectory", "TrajectoryBatches",
+           "collect_trajectories", "losses_by_layer", "read_examples", "sure_tokens"]

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.speculative import Logistic, Speculative, fit_predictor
-from decodax.algorithms.speculative.adaptive.predictor import examples, logistic
+from decodax.algorithms.speculative import DraftClassifier, Speculative, fit_predictor
+from decodax.algorithms.speculative.adaptive.predictor import examples
 from decodax.algorithms.speculative.drafts import DraftModel, NGramModel
 from decodax.algorithms.speculative.trees import ConfidenceChain
-from decodax.algorithms.speculative.trees.threshold import DraftFeatures
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures, entropy, likeliest
 from decodax.core.window import causal
 from decodax.io.load import LM
+from tests.drafters.fresh import draft_classifier
 from tests.laws.cases import VOCABULARY, model, prompts, start
 
 NETWORK, WEIGHTS = model("toy")
@@ -21,12 +22,15 @@ TOY = LM(model=NETWORK, params=WEIGHTS, vocab_size=VOCABULARY)
 GIVEN = dict(lm=TOY, draft=NGramModel(VOCABULARY, order=3), samples=prompts(8), length=4, max_new_tokens=32)
 
 
-def test_the_regression_finds_the_weights_that_made_the_data():
-    draw = np.random.default_rng(0)
-    x = np.concatenate([np.ones((20_000, 1)), draw.normal(size=(20_000, 2))], 1)
-    w = np.array([-0.5, 2.0, -1.0])
-    y = draw.random(20_000) < 1 / (1 + np.exp(-x @ w))
-    assert np.allclose(logistic(x, y, np.ones(20_000)), w, atol=0.1)
+def test_the_classifier_is_a_network_with_two_layers_over_what_a_draft_shows():
+    made, log_p = draft_classifier(), jax.nn.log_softmax(jnp.arange(12.0) / 3)
+    first, second = np.array(made.first), np.array(made.second)
+    p = np.exp(np.asarray(log_p))
+    x = np.concatenate([[p[7], -(p * np.log(p)).sum(), np.log(3)], np.sort(p)[::-1][:10]])
+    wanted = 1 / (1 + np.exp(-(np.maximum(x @ first + made.first_bias, 0) @ second + made.second_bias)))
+    draft = DraftFeatures(log_p[None, 7], entropy(log_p[None]), jnp.int32(2), top=likeliest(log_p[None]))
+    np.testing.assert_allclose(made(draft), [wanted], rtol=1e-5)
+    np.testing.assert_allclose(likeliest(log_p[:3])[2:], [p[0], *[0] * 7])      # of a small vocabulary
 
 
 @pytest.mark.full
@@ -34,13 +38,13 @@ def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
     fitted = fit_predictor(**GIVEN)
     x, held = examples(verify=None, **GIVEN)
     assert 0.05 < held.mean() < 0.95 and len(held) > 100
-    features = map(jnp.asarray, (x[:, 2], x[:, 3], np.expm1(x[:, 4])))
-    chance = np.asarray(fitted(DraftFeatures(*features)))
-    assert abs(chance.mean() - held.mean()) < 0.01                  # calibrated over all
+    of = lambda x: DraftFeatures(*map(jnp.asarray, (np.log(x[:, 0]), x[:, 1], np.expm1(x[:, 2]))), top=jnp.asarray(
+        x[:, 3:]))
+    chance = np.asarray(fitted(of(x)))
+    assert abs(chance.mean() - held.mean()) < 0.02                  # calibrated over all
     assert chance[held].mean() > chance[~held].mean() + 0.1
     careful = fit_predictor(**GIVEN, rejected=6.0)
-    draft = DraftFeatures(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))
-    assert float(careful(draft)) < float(fitted(draft))
+    assert np.asarray(careful(of(x))).mean() < chance.mean() - 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,5 +79,5 @@ def test_fitting_without_samples_is_refused():
         fit_predictor(TOY, NGramModel(VOCABULARY), [])
     with pytest.raises(ValueError, match="rejected: got 0"):
         fit_predictor(TOY, NGramModel(VOCABULARY), [[1]], rejected=0)
-    with pytest.raises(ValueError, match="weights: got 2, takes 5"):
-        Logistic((1.0, 2.0))
+    with pytest.raises(ValueError, match=r"weights: got 1 features and widths \[1, 2\], takes 13 and one width"):
+        DraftClassifier(((1.0, 2.0),), (0.0, 0.0), (0.0,), 0.0)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.speculative import Logistic
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import shipped_drafter
 from decodax.models.transformer import Transformer
-from tests.drafters.fresh import acceptance_head
+from tests.drafters.fresh import acceptance_head, draft_classifier
 from tests.io.gguf.texts import loaded
 from tests.matrix import often
 
@@ -58,7 +57,7 @@ def plain() -> Any:
 def options(name: str) -> dict[str, Any]:
     """Options of entries that measure or learn by default, so that they do not take minutes."""
     given: dict[str, dict[str, Any]] = {
-        "automatic": dict(lengths=(3,)), "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
+        "automatic": dict(lengths=(3,)), "disco": dict(predictor=draft_classifier()),
         "specdec++": dict(head=acceptance_head(small())),
         "self-speculative": dict(skip_mlp=(4, 9), gamma=0.3),
         "knn-ssd": dict(domains=[[chats()[0][:40]], [chats()[1][:40]]])}

@@ -1,9 +1,11 @@
-"""Predictors of acceptance, fitted to a target and a draft, which decide when drafting stops.
+"""The predictor of acceptance that is fitted to a target and a draft and decides when drafting stops: the classifier
+of DISCO ("Accelerating Speculative Decoding using Dynamic Speculation Length", Mamou et al., 2024), a network with two
+layers.
 
-DISCO (Mamou et al. 2024) trains a small classifier for this. Samples are continued: chains are drafted and verified,
-and each tested draft is an example, accepted or rejected, with the features known when it was drafted. Here the
-predictor is a logistic regression on the draft's probability, the entropy of its distribution and its index in the
-chain; DISCO's classifier is a two-layer network on similar features. For heads on hidden states see `stoppers`.
+Samples are continued: chains are drafted and verified, and each tested draft is an example, accepted or rejected, with
+the features known when it was drafted. The features are the draft's probability, the entropy of its distribution, its
+index in the chain, and the ten largest probabilities. The width of the hidden layer is ours. For heads on hidden states
+see `stoppers`.
 """
 
 from __future__ import annotations
@@ -17,46 +19,70 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.adaptive.fit_lengths import minimized
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.source import Draft, Drawn, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
-from decodax.algorithms.speculative.trees.threshold import DraftFeatures, entropy
+from decodax.algorithms.speculative.trees.threshold import TOP, DraftFeatures, entropy, likeliest
 from decodax.algorithms.speculative.verifier import SeedExact
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
 
+FEATURES, WIDTH = 3 + TOP, 16
+"""Number of inputs of the network, and width of its hidden layer."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Logistic:
-    """A `Predictor` by logistic regression: the probability that a draft is accepted is `sigmoid(weights . (1, p, log
-    p, H, log(1 + place)))`, with the draft's probability `p`, the entropy `H` of its distribution, and its index
-    `place` in the chain.
+class DraftClassifier:
+    """A `Predictor` by a network with two layers: `sigmoid(second . relu(first x + first_bias) + second_bias)`, with
+    the features `x` of a draft.
 
-    >>> float(Logistic((0.0,) * 5)(DraftFeatures(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
+    >>> float(DraftClassifier(((0.0,),) * FEATURES, (0.0,), (0.0,), 0.0)(DraftFeatures(
+    ...     jnp.float32(-1), jnp.float32(0.5), jnp.int32(2), top=jnp.zeros(TOP))))
     0.5
+
+    Attributes:
+        first: `FEATURES` rows of `M` weights.
+        first_bias: `M` numbers.
+        second: `M` weights.
+        second_bias: a number.
+
+    Raises:
+        ValueError: the weights have other sizes.
     """
 
-    weights: tuple[float, ...]
+    first: tuple[tuple[float, ...], ...]
+    first_bias: tuple[float, ...]
+    second: tuple[float, ...]
+    second_bias: float
 
     def __post_init__(self) -> None:
-        if len(self.weights) != 5:
-            raise ValueError(f"weights: got {len(self.weights)}, takes 5")
+        sizes = {len(self.first_bias), len(self.second), *map(len, self.first)}
+        if len(self.first) != FEATURES or len(sizes) != 1:
+            raise ValueError(f"weights: got {len(self.first)} features and widths {sorted(sizes)}, takes {FEATURES} "
+                             "and one width")
 
     def __call__(self, draft: DraftFeatures) -> Array:
-        x = features(jnp, draft.log_p, draft.entropy, draft.place)
-        return jax.nn.sigmoid(sum(w * x for w, x in zip(self.weights, x, strict=True)))
+        weights = {"first": jnp.array(self.first), "first_bias": jnp.array(self.first_bias),
+                   "second": jnp.array(self.second), "second_bias": self.second_bias}
+        return jax.nn.sigmoid(acceptance_logit(weights, features(draft)))
 
 
-def features(xp: Any, log_p: Any, entropy: Any, position: Any) -> tuple[Any, ...]:
-    """Returns the five inputs of the regression, as NumPy (`xp=numpy`) or JAX arrays. Log-probabilities are at least
-    -12."""
-    log_p = xp.maximum(log_p, -12.0)
-    return 1.0, xp.exp(log_p), log_p, entropy, xp.log1p(position * 1.0)
+def features(draft: DraftFeatures) -> Array:
+    """Returns the inputs of the network, `f32[..., FEATURES]`."""
+    assert draft.top is not None
+    place = jnp.broadcast_to(jnp.log1p(draft.place * 1.0), draft.log_p.shape)
+    return jnp.concatenate([jnp.stack([jnp.exp(draft.log_p), draft.entropy, place], -1), draft.top], -1)
+
+
+def acceptance_logit(weights: Any, x: Array) -> Array:
+    """Returns the log-odds of acceptance, `f32[...]`, for features `f32[..., FEATURES]`."""
+    return jax.nn.relu(x @ weights["first"] + weights["first_bias"]) @ weights["second"] + weights["second_bias"]
 
 
 @struct
@@ -64,8 +90,8 @@ class AcceptanceExamples(Struct):
     """State of `Watched`.
 
     Attributes:
-        now: `f32[B, K, 2]`, log-probability and entropy of this round's drafts.
-        seen: `f32[B, M, K, 2]`, the same for each round.
+        now: `f32[B, K, FEATURES]`, features of this round's drafts.
+        seen: `f32[B, M, K, FEATURES]`, the same for each round.
         accepted: `i32[B, M]`, number of accepted drafts in each round, -1 for no round.
         source: the source's state.
     """
@@ -90,7 +116,7 @@ class Watched(AroundSource, Draft):
         return None if self.source.reader is None else self
 
     def init(self, params: Params, s: State) -> AcceptanceExamples:
-        seen = jnp.zeros((s.batch, self.rounds, self.length, 2), jnp.float32)
+        seen = jnp.zeros((s.batch, self.rounds, self.length, FEATURES), jnp.float32)
         return AcceptanceExamples(now=seen[:, 0], seen=seen, accepted=jnp.full((s.batch, self.rounds), -1, jnp.int32),
                      source=self.source.init(params, s))
 
@@ -106,7 +132,9 @@ class Watched(AroundSource, Draft):
         joined = lambda get: jnp.concatenate([get(c) for c in children], 1)
         log_q = None if child.log_q is None else joined(lambda c: c.log_q)
         live = joined(lambda c: c.live[:, :, 0]).astype(jnp.int32).cumprod(1).astype(bool)
-        now = jnp.stack([joined(lambda c: c.own[:, :, 0]), joined(lambda c: entropy(c.log_own))], -1)
+        now = features(DraftFeatures(
+            joined(lambda c: c.own[:, :, 0]), joined(lambda c: entropy(c.log_own)), jnp.arange(K, dtype=jnp.int32),
+            top=joined(lambda c: likeliest(c.log_own))))
         source = self.source.place(g.source, jnp.arange(1, K, dtype=jnp.int32)[None])
         return (Proposal(tokens=joined(lambda c: c.tokens[:, :, 0]), live=live, log_q=log_q),
                 state.replace(now=now, source=source))
@@ -123,9 +151,10 @@ class Watched(AroundSource, Draft):
 
 
 def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, length: int = 8, verify: Any = None,
-                  rejected: float = 1.0, max_new_tokens: int = 64, seed: int = 0, **sampling: Any) -> Logistic:
-    """Fits a predictor of acceptance to a target and a draft, for shapes that stop by a predictor: `ConfidenceChain`,
-    `RiskThreshold`, `Sliced`.
+                  rejected: float = 1.0, max_new_tokens: int = 64, steps: int = 300, rate: float = 1e-2, seed: int = 0,
+                  **sampling: Any) -> DraftClassifier:
+    """Trains DISCO's predictor of acceptance for a target and a draft (Mamou et al., 2024), for shapes that stop by a
+    predictor: `ConfidenceChain`, `RiskThreshold`, `Sliced`. Needs optax (`decodax[train]`).
 
     Args:
         lm: the result of `decodax.load`.
@@ -135,7 +164,9 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
         verify: the verifier that you will use; None: `SeedExact`.
         rejected: weight of an example with a rejected draft; accepted ones have weight 1. SpecDec++ trains with 6.
         max_new_tokens: number of tokens to decode for each sample.
-        seed: random seed of the decoding.
+        steps: number of steps of Adam, each on all examples.
+        rate: learning rate.
+        seed: random seed of decoding and training.
         sampling: sampling options of `decodax.generate`.
 
     Raises:
@@ -144,42 +175,42 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
         predictor = fit_predictor(lm, drafts.DraftModel(small), samples)
         out = generate(lm, prompts, algorithm=algorithms.make("disco", lm, small, predictor=predictor))
     """
+    at_least(steps=steps)
     if not rejected > 0:
         raise ValueError(f"rejected: got {rejected}, takes more than 0")
     x, held = examples(lm, draft, samples, length, verify, max_new_tokens, seed, **sampling)
     if held.all() or not held.any():
         raise ValueError(f"samples: of {held.size} drafts {int(held.sum())} held, takes some that did and some that "
                          "did not")
-    return Logistic(tuple(round(float(w), 4) for w in logistic(x, held, np.where(held, 1.0, rejected))))
+    mean, scale = x.mean(0), x.std(0) + 1e-3
+    inputs, labels = jnp.asarray((x - mean) / scale), jnp.asarray(held)
+    weight = jnp.where(labels, 1.0, rejected)
+
+    def loss(weights: Any, step: Array) -> Array:
+        logit = acceptance_logit(weights, inputs)
+        return -(weight * jax.nn.log_sigmoid(jnp.where(labels, logit, -logit))).sum() / weight.sum()
+
+    one, two = jax.random.split(jax.random.key(seed))
+    start = {"first": jax.random.normal(one, (FEATURES, WIDTH)) * (2 / FEATURES) ** 0.5, "first_bias": jnp.zeros(WIDTH),
+             "second": jax.random.normal(two, (WIDTH,)) * WIDTH ** -0.5, "second_bias": jnp.zeros(())}
+    found = {name: np.asarray(w, np.float64) for name, w in minimized(loss, start, steps, rate).items()}
+    first = found["first"] / scale[:, None]                 # reads features as they are
+    listed = lambda w: tuple(map(float, w))
+    return DraftClassifier(tuple(map(listed, first)), listed(found["first_bias"] - mean @ first),
+                           listed(found["second"]), float(found["second_bias"]))
 
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int, verify: Any, max_new_tokens: int,
              seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the features `f64[n, 5]` of the drafts that are tested while the samples are continued, and True for
-    those that were accepted, `bool[n]`."""
+    """Returns the features `f32[n, FEATURES]` of the drafts that are tested while the samples are continued, and True
+    for those that were accepted, `bool[n]`."""
     at_least(length=length)
     alg = Speculative(Watched(draft, length, max_new_tokens), verify or SeedExact())
     noted: AcceptanceExamples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
-    seen, accepted = np.asarray(noted.seen, np.float64), np.asarray(noted.accepted)
-    place = np.broadcast_to(np.arange(length), seen.shape[:-1])
-    tested = (accepted[..., None] >= 0) & (place <= accepted[..., None])
-    x = np.stack(np.broadcast_arrays(*features(np, seen[..., 0], seen[..., 1], place)), -1)
-    return x[tested], (place < accepted[..., None])[tested]
-
-
-def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e-2, steps: int = 50) -> np.ndarray:
-    """Fits a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's method. Returns its weights,
-    `f64[F]`."""
-    w = np.zeros(x.shape[1])
-    for _ in range(steps):
-        p = 1 / (1 + np.exp(-x @ w))
-        gradient = x.T @ (weight * (p - y)) + ridge * w
-        curvature = (x * (weight * np.maximum(p * (1 - p), 1e-6))[:, None]).T @ x + ridge * np.eye(len(w))
-        step = np.linalg.solve(curvature, gradient)
-        w = w - step
-        if np.abs(step).max() < 1e-8:
-            break
-    return w
+    accepted = np.asarray(noted.accepted)[..., None]
+    place = np.broadcast_to(np.arange(length), (*accepted.shape[:2], length))
+    tested = (accepted >= 0) & (place <= accepted)
+    return np.asarray(noted.seen)[tested], (place < accepted)[tested]
 
 
 def given_or_fitted(name: str, what: str, fit: Callable[..., Any], given: Any, samples: Any, *of: Any) -> Any:

@@ -20,8 +20,8 @@ def disco(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.4, predi
           samples: Any = None) -> Speculative:
     """Drafts with a draft model until a fitted predictor expects that a draft will be rejected.
 
-    The predictor is a logistic regression on five features of a draft (in the paper a network with two layers). Give
-    it, or samples to fit it to.
+    The predictor is a network with two layers that reads the probabilities of the draft and of the likeliest tokens,
+    the entropy and the place in the chain. Give it, or samples to train it on.
 
     Args:
         lm: the target.
@@ -29,7 +29,7 @@ def disco(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.4, predi
         length: largest number of drafts in a round.
         threshold: predicted probability of acceptance below which the chain ends.
         predictor: a result of `decodax.train.fit_predictor`.
-        samples: prompts as token ids, to fit a predictor to.
+        samples: prompts as token ids, to train a predictor on.
     """
     found = given_or_fitted("disco", "predictor", fit_predictor, predictor, samples, lm, DraftModel(draft))
     return Speculative(DraftModel(draft), shape=ConfidenceChain(length, threshold, found))

@@ -24,7 +24,15 @@ from jax import Array
 from decodax.algorithms.speculative.fixed_trees import Fixed, GrowthPlan
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.threshold import DraftFeatures, Predictor, check_chance, entropy, probability
+from decodax.algorithms.speculative.trees.threshold import (
+    TOP,
+    DraftFeatures,
+    Predictor,
+    check_chance,
+    entropy,
+    likeliest,
+    probability,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Sliced(Shape):
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         plan = GrowthPlan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
-        of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), c.hidden)
+        of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), likeliest(c.log_own), c.hidden)
         g, first = grower.start(state, plan.room, plan.fanout)
         found = plan.wide(of(first))
         B = g.tokens.shape[0]
@@ -63,10 +71,11 @@ class Sliced(Shape):
         def ahead(level: Array, found: Any, chance: Array, grows: Array) -> tuple[Array, Array]:
             """Returns the probabilities of reaching the nodes of a level that have children, `f32[B, w]`, and the rows
             that draft the next level, `bool[B]`."""
-            _, live, _, log_p, H, hidden = found
+            _, live, _, log_p, H, top, hidden = found
             up, r = above[level], rank[level]
             hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
-            features = DraftFeatures(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)
+            features = DraftFeatures(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden,
+                                     top[:, up].reshape(-1, TOP))
             f = self.predictor(features).reshape(B, -1)
             path = chance[:, up] * jnp.where(live[:, up, r], f, 0)
             return path, grows & ((path * real[level]).sum(1) >= self.threshold)

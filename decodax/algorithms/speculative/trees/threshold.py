@@ -17,6 +17,10 @@ from jax import Array
 from decodax.algorithms.speculative.source import Children, Grower
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
+from decodax.pallas_kernels.vocabulary import top_k
+
+TOP = 10
+"""Number of probabilities that a predictor reads."""
 
 
 @struct
@@ -28,12 +32,14 @@ class DraftFeatures(Struct):
         entropy: `f32[B]`, entropy of the source's distribution, in nats.
         place: `i32[]`, index of the draft in the chain, 0 for the first.
         hidden: `f[B, D]`, the source's hidden state at the node before it; None if the source has none.
+        top: `f32[B, TOP]`, the probabilities of the source's likeliest tokens, the largest first; see `likeliest`.
     """
 
     log_p: Array
     entropy: Array
     place: Array
     hidden: Array | None = None
+    top: Array | None = None
 
 
 Predictor = Callable[[DraftFeatures], Array]
@@ -52,7 +58,8 @@ def chances(predictor: Predictor | None) -> Callable[[Children, Array], Array]:
     if predictor is None:
         return foretold
     return lambda child, i: predictor(DraftFeatures(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
-                                                    None if child.hidden is None else child.hidden[:, 0]))
+                                                    None if child.hidden is None else child.hidden[:, 0],
+                                                    likeliest(child.log_own[:, 0])))
 
 
 def foretold(child: Children, index: Array) -> Array:
@@ -120,6 +127,14 @@ def entropy(log_p: Array) -> Array:
     """Returns the entropy in nats, `f32[...]`, of log-probabilities `f32[..., V]`."""
     p = jnp.exp(log_p)
     return -jnp.where(p > 0, p * log_p, 0).sum(-1)
+
+
+def likeliest(log_p: Array) -> Array:
+    """Returns the `TOP` largest probabilities, `f32[..., TOP]`, of log-probabilities `f32[..., V]`; of a smaller
+    vocabulary the last ones are 0."""
+    count = min(TOP, log_p.shape[-1])
+    best = jnp.exp(top_k(log_p, count)[0])
+    return jnp.pad(best, [(0, 0)] * (best.ndim - 1) + [(0, TOP - count)])
 
 
 def check_chance(name: str, value: float) -> None:

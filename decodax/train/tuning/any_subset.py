@@ -1,0 +1,72 @@
+"""The training of any-subset models (Guo and Ermon, 2025), as in their paper with the order of decoding from left to
+right: a random share of the target is hidden, and each hidden token is predicted after the known ones and the hidden
+ones before it. A row takes one forward pass in two streams (`decodax.algorithms.diffusion.assd`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.assd import two_stream
+from decodax.train.language_model import cross_entropy
+from decodax.train.loop import cast
+from decodax.train.tuning.exits import learned_mean
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class AnySubsetLoss:
+    """The cross-entropy of hidden tokens, an `Objective`. The third argument of a call is a random key.
+
+    Attributes:
+        network: the trained network.
+        mask: id of the mask token; where it occurs in a text, it is never hidden.
+        least: smallest share of a target that is hidden; the share of a row is uniform from there to 1.
+        dtype: dtype of the computation.
+
+    Raises:
+        ValueError: a negative id, or a share out of range.
+    """
+
+    network: Any
+    mask: int
+    least: float = 0.0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.mask < 0 or not 0 <= self.least <= 1:
+            raise ValueError(f"mask, least: got {self.mask} and {self.least}, take an id, and 0 to 1")
+
+    def hidden(self, key: Array, learned: Array) -> Array:
+        """Returns the tokens that are hidden, `bool[B, T]`, of those in `learned`."""
+        share, which = jax.random.split(key)
+        shares = jax.random.uniform(share, (len(learned), 1), minval=self.least)
+        return learned & (jax.random.uniform(which, learned.shape) < shares)
+
+    def __call__(self, params: Tree, batch: tuple[Array, Array], extra: Array) -> tuple[Array, dict[str, Array]]:
+        """Returns the loss and scalars to log, in nats.
+
+        Args:
+            params: the weights.
+            batch: tokens `i32[B, T]`, and `bool[B, T]`, True for tokens that are learned.
+            extra: a random key.
+        """
+        tokens, learned = batch
+        hidden = self.hidden(extra, learned & (tokens != self.mask))
+        ranks = jnp.where(hidden, jnp.cumsum(hidden, 1), 0)
+        # nothing is known behind the end of an example
+        live = jnp.flip(jnp.flip(learned, 1).astype(jnp.int32).cumsum(1), 1) > 0
+        asked = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        out = self.network.apply(cast(params, self.dtype), two_stream(tokens, ranks, live, asked, ranks, self.mask),
+                                 self.network.init_cache(len(tokens), 0))
+        logits = out.logits(asked + tokens.shape[1]).at[..., self.mask].set(-jnp.inf)      # as in decoding
+        loss = learned_mean(cross_entropy(logits, tokens), hidden)
+        return loss, {"loss": loss}
+
+
+__all__ = ["AnySubsetLoss"]
