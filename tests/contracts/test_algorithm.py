@@ -64,7 +64,7 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 """These decide for a batch how many tokens a row drafts."""
 
 
-ELSEWHERE = {"blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp", "p-eagle", "ppd"}
+ELSEWHERE = {"block-draft-refinement", "blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp", "p-eagle", "ppd"}
 """Entries that the wider tests leave to those of `tests/drafters` that compare with plain decoding."""
 
 

@@ -3,6 +3,7 @@
 
 from decodax.algorithms.speculative.heads import (  # noqa: F401
     adaeagle,
+    block_draft_refinement,
     blockwise_parallel,
     chimera,
     clover,
