@@ -27,6 +27,7 @@ from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
+from recipes import next_block
 from recipes.options import Options
 from recipes.run import Recipe
 
@@ -87,6 +88,8 @@ def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
+    if options.system == "specdec":
+        return next_block.recipe(options, mesh, console)
     lm = dx.load(options.target, dtype="float32")
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     documents, kept = corpus.load_corpus(options.corpus)

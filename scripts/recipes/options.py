@@ -79,7 +79,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
                                "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
-                               "longspec", "mixture-of-attentions")},
+                               "longspec", "mixture-of-attentions", "specdec")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
              for objective, more in TUNED.items()},
 }
@@ -118,7 +118,8 @@ class Options:
                                     "several tokens at masks (space); after the model's own tokens",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"} or {"text"} in a line, or '
-                                    "plain text", (), "tune", nargs="+", type=str, metavar="FILE")
+                                    "plain text; for the drafter of specdec pairs", (), "drafter tune", nargs="+",
+                                    type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
     layer_dropout: float = _option("layerskip: largest probability of leaving out a layer, that of the last", 0.1,
@@ -132,7 +133,8 @@ class Options:
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
                                "replaces, or masks of space (default: 5)", only="diffusion tune")
-    mask: int | None = _option("space: id of the mask token (default: the padding token)", None, "tune")
+    mask: int | None = _option("space, specdec: id of the mask token (default: the padding token)", None,
+                               "drafter tune")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import DraftModel
 from decodax.algorithms.speculative.drafts.text.ngram import NGramModel
@@ -132,5 +131,5 @@ def test_what_cannot_be_refined_is_refused():
         build(order=6)
     with pytest.raises(ValueError, match=r"^length: got 5, takes 1 to 4 drafts"):
         BlockLattice(heads, NGramModel(VOCABULARY, 3), 5)
-    with pytest.raises(ValueError, match="^candidates: got 0"):
+    with pytest.raises(ValueError, match=r"^candidates: got 0"):
         Rescored(heads, small, 0)

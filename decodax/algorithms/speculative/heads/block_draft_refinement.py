@@ -3,8 +3,8 @@ Parallel Decoding", Kim et al., 2024).
 
 Such heads do not see each other's tokens, so their most likely tokens repeat or contradict each other. The `k` most
 likely tokens of each head are a lattice. It is rescored before verification: locally, token by token, by a small
-language model (`Rescored`), or globally, by an n-gram model and a search for the best paths (`BlockLattice`). Verification
-does not change, so the output does not, either.
+language model (`Rescored`), or globally, by an n-gram model and a search for the best paths (`BlockLattice`).
+Verification does not change, so the output does not, either.
 
 The paper tunes the weight of the language model on held-out text. Here both scores are log-probabilities.
 """
@@ -211,9 +211,10 @@ def best_paths(tokens: Array, scores: Array, context: Array, model: Callable[[Ar
         # states that differ only in a token that no longer matters become one
         drop = k if k ** n == S else 1
         kept, P = S // drop, drop * total.shape[2]
-        merged = lambda x: jnp.moveaxis(x.reshape(B, drop, kept, *x.shape[2:]), 1, 2).reshape(B, kept, P, x.shape[3])
-        total, at = jax.lax.top_k(merged(each).swapaxes(2, 3), min(count, P))       # [B, kept, k, P]
-        before = jax.vmap(jax.vmap(lambda x, i: x[i]))(merged(paths), at)
+        each, before = (jnp.moveaxis(x.reshape(B, drop, kept, *x.shape[2:]), 1, 2).reshape(B, kept, P, x.shape[3])
+                        for x in (each, paths))
+        total, at = jax.lax.top_k(each.swapaxes(2, 3), min(count, P))               # [B, kept, k, P]
+        before = jax.vmap(jax.vmap(lambda x, i: x[i]))(before, at)
         token = jnp.broadcast_to(here[:, None, :, None, None], (*at.shape, 1))
         paths = jnp.concatenate([before, token], -1).reshape(B, kept * k, at.shape[3], depth + 1)
         total = total.reshape(B, kept * k, -1)
@@ -239,8 +240,8 @@ def _split(params: Params) -> tuple[Params, Params]:
 
 @ALGORITHMS.register("block-draft-refinement",
                      "Exploring and Improving Drafts in Blockwise Parallel Decoding",
-                     "Kim et al. 2024", family="blockwise-parallel", needs="a trained drafter", drafter="blockwise-parallel",
-                     guarantee="seed-exact")
+                     "Kim et al. 2024", family="blockwise-parallel", needs="a trained drafter",
+                     drafter="blockwise-parallel", guarantee="seed-exact")
 def block_draft_refinement(lm: Any, draft: Any = None, rescore: Source | None = None, length: Count | None = None,
                            paths: Count = 4, candidates: Count = 8, weight: Annotated[float, Range(0)] = 0.5,
                            order: Annotated[int, Range(2)] = 3, corpus: Corpus = (),
