@@ -6,6 +6,8 @@ drafter learns, so the text need not be the target's own.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from decodax.algorithms.speculative.heads import drafting_source
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
+from decodax.models.drafters.units import UnitHead, frequent_units
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
@@ -39,6 +42,9 @@ NODES = 24
 
 PROMPTS, PROMPT, NEW = 16, 64, 96
 """Held-out prompts that the finished drafter is measured on, their tokens, and the tokens that are decoded."""
+
+UNITS, LONGEST = 4096, 8
+"""Words that a head of MuMo predicts, and the largest number of their tokens."""
 
 ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
 """The registry entry that takes the drafter of a method, where it has another name."""
@@ -86,6 +92,14 @@ def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
     return np.concatenate([*pieces, np.asarray([end], np.int32)])
 
 
+def units_of(lm: Any, documents: list[corpus.Document], count: int) -> np.ndarray:
+    """Returns the most frequent words of several tokens, `i32[U, L]`, padded with -1. A word has the space before
+    it."""
+    often = Counter(word for d in documents for word in re.findall(r"\s?\S+", d.text)).most_common(4 * count)
+    pieces = ((tuple(lm.tokenizer.encode(word, add_special_tokens=False)), many) for word, many in often)
+    return frequent_units((piece for piece, many in pieces for _ in range(many)), count, LONGEST)
+
+
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
     if options.system == "specdec":
@@ -97,6 +111,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     own = SYSTEMS[options.system]
     count = options.draft_vocab or (None if own.share == 1 else int(own.share * lm.model.config.vocab))
     ids = None if count is None else frequent_tokens(stream, count, lm.model.config.vocab)
+    if options.system == "mumo":
+        ids = units_of(lm, documents, options.draft_vocab or UNITS)
     objective = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype)
     batches = corpus.Batches(stream, options.batch or 8, options.length or 256, options.seed)
     windows = corpus.Batches(held, EVAL_WINDOWS, options.length or 256)[0][:, :-1]
@@ -137,9 +153,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
 
 def tokens_a_forward(lm: Any, drafter: TrainedDrafter, held: np.ndarray, shape: Shape, temperature: float) -> float:
-    """Returns the mean number of tokens of a round on held-out text, with drafts of a shape."""
+    """Returns the mean number of tokens of a round on held-out text, with drafts of a shape; units have their own."""
     starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
     prompts = [held[start:start + PROMPT].tolist() for start in starts]
-    out = dx.generate(lm, prompts, max_new_tokens=NEW, temperature=temperature, eos_token_id=[],
-                      algorithm=Speculative(drafting_source(lm, drafter), shape=shape))
+    algorithm = (dx.algorithms.make("mumo", lm, drafter) if isinstance(drafter.head, UnitHead) else
+                 Speculative(drafting_source(lm, drafter), shape=shape))
+    out = dx.generate(lm, prompts, max_new_tokens=NEW, temperature=temperature, eos_token_id=[], algorithm=algorithm)
     return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds))

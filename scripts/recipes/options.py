@@ -79,7 +79,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "hidden-transfer",
                                "falcon", "dflash", "dspark", "domino", "dflash2", "xpress", "jetspec", "glide",
-                               "longspec", "mixture-of-attentions", "specdec")},
+                               "longspec", "mixture-of-attentions", "mumo", "specdec")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0, **more))
              for objective, more in TUNED.items()},
 }
@@ -145,7 +145,7 @@ class Options:
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
-                                      "eagle-3: a quarter)", only="drafter")
+                                      "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=tuple(STAGES))

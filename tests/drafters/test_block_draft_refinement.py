@@ -19,6 +19,7 @@ from decodax.io.drafters import TrainedDrafter
 from tests.drafters.drafting import drafted_logits
 from tests.drafters.test_heads import MIXED, drafter, plain
 from tests.laws.cases import VOCABULARY, decode, lm, model, prompts, start, texts
+from tests.matrix import often
 
 K = 3
 
@@ -70,8 +71,8 @@ def test_the_best_paths_are_those_of_all_paths(order):
         np.testing.assert_allclose(best[row], [every[path] for path in wanted], rtol=1e-5)
 
 
-@pytest.mark.wide(but=("lattice",))
-@pytest.mark.parametrize("kind", ["lattice", "rescored"])
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", often(["lattice"], ["lattice", "rescored"]))
 def test_the_output_is_plain_decodings(kind):
     draft, weights = parts(kind)
     alg = Speculative(draft, shape=Chain(K) if kind == "rescored" else None)
@@ -105,7 +106,7 @@ def test_the_drafts_are_the_paths_that_heads_and_counts_like_best():
         assert sorted(x for x in found.values() if len(x) == K) == sorted(wanted)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_small_model_rescores_the_candidates_of_each_head():
     draft, weights = parts("rescored")
     alg = Speculative(draft, shape=Chain(K))

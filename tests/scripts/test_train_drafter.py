@@ -95,7 +95,7 @@ def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path
     assert f"method `{system}`" in (tmp_path / "model" / "README.md").read_text()
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_non_autoregressive_drafter_learns_from_pairs(options: Options, tmp_path: Path) -> None:
     words = [f"w{i}" for i in range(20)]
     special = ["<pad>", "</s>"]
@@ -110,8 +110,9 @@ def test_a_non_autoregressive_drafter_learns_from_pairs(options: Options, tmp_pa
     lines = [json.dumps({"prompt": " ".join(words[i] for i in row), "target": " ".join(words[i] for i in row[::-1])})
              for row in draw]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    own = replace(options, system="specdec", target=str(target), corpus=None, data=(str(tmp_path / "pairs.jsonl"),),
-                  length=16, drafts=3, steps=20, loss=None, output=tmp_path / "run")
+    own = Options(recipe="drafter", system="specdec", target=str(target), data=(str(tmp_path / "pairs.jsonl"),),
+                  length=16, drafts=3, steps=20, warmup=2, batch=4, peak=1e-2, log_every=2, eval_every=50,
+                  save_every=50, devices=1, output=tmp_path / "run")
     program.train(own, console=QUIET)
     losses = [e["loss"] for e in metrics(tmp_path / "run") if "loss" in e]
     assert losses[-1] < losses[0]

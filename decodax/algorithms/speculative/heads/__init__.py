@@ -23,6 +23,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     mixture_of_attentions,
     mlp_speculator,
     mtp,
+    mumo,
     p_eagle,
     ppd,
     space,
