@@ -134,3 +134,5 @@ def test_what_cannot_be_refined_is_refused():
         BlockLattice(heads, NGramModel(VOCABULARY, 3), 5)
     with pytest.raises(ValueError, match=r"^candidates: got 0"):
         Rescored(heads, small, 0)
+    with pytest.raises(ValueError, match=r"^heads: got a HydraHead, which reads the tokens drafted before"):
+        BlockLattice(drafter("hydra")[0], NGramModel(VOCABULARY, 3), 2)

@@ -149,6 +149,9 @@ class BlockLattice(Draft):
 
     def __post_init__(self) -> None:
         _check(self.candidates, self.weight)
+        if isinstance(self.heads, TrainedHead) and not self.heads.head.parallel:
+            raise ValueError(f"heads: got a {type(self.heads.head).__name__}, which reads the tokens drafted before; "
+                             "takes heads that predict a block in parallel")
         longest = self.heads.longest
         if self.length < 1 or (longest is not None and self.length > longest):
             raise ValueError(f"length: got {self.length}, takes 1 to {longest} drafts, as many as there are heads")
