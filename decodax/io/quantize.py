@@ -21,8 +21,9 @@ from decodax.core.mesh import on_mesh
 from decodax.io import huge_pages
 from decodax.io.load import LM
 from decodax.io.packed import ENTRY, place_packed
-from decodax.io.saving import save_mamba2, save_model
+from decodax.io.saving import save_encoder_decoder, save_mamba2, save_model
 from decodax.models.calibration import nothing, observe
+from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.formats import Format, ModelFormat, kernels, read_format
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
@@ -111,11 +112,11 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
         dtype: dtype of the stored weights that are not packed ("float32", "bfloat16", "float16"); None: their own.
 
     Raises:
-        ValueError: the model is not a decoder or lacks the configuration that it needs, its tokenizer was made in
+        ValueError: the model is of another kind or lacks the configuration that it needs, its tokenizer was made in
             memory, or weights cannot have this dtype.
     """
-    if not isinstance(lm.model, Transformer | Mamba2):
-        raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
+    if not isinstance(lm.model, Transformer | Mamba2 | EncoderDecoder):
+        raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder or an encoder-decoder")
     if lm.tokenizer is not None and lm.tokenizer.directory is None and not lm.entries:
         raise ValueError(f"lm: got {lm.name!r} with a tokenizer that was made in memory; takes one that was read from "
                          "a directory, or None")
@@ -125,6 +126,8 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
         config["diffusion"] = dataclasses.asdict(lm.diffusion)
     if isinstance(lm.model, Mamba2):
         save_mamba2(root, lm.model, lm.params, config, dtype)
+    elif isinstance(lm.model, EncoderDecoder):
+        save_encoder_decoder(root, lm.model, lm.params, config, dtype)
     else:
         save_model(root, lm.model, lm.params, config, dtype)
     (root / "generation_config.json").write_text(json.dumps(lm.generation_config, indent=2) + "\n")

@@ -15,6 +15,9 @@ from decodax.io import packed as packed_files
 from decodax.io.checkpoint import ROUNDED, dtype_name
 from decodax.io.files import write_files
 from decodax.models.config import DecoderConfig
+from decodax.models.encoder_decoder.names import sources as encoder_decoder_sources
+from decodax.models.encoder_decoder.network import EncoderDecoder
+from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.models.families import family_of, read_config, text_part
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.names import flatten, sources, stored_dtype
@@ -96,6 +99,34 @@ def save_mamba2(directory: str | os.PathLike[str], model: Mamba2, params: Weight
         value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
         tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
     write_files(root, tensors, entries, "pt")
+
+
+def save_encoder_decoder(directory: str | os.PathLike[str], model: EncoderDecoder, params: Weights,
+                         config: Mapping[str, Any], dtype: jax.typing.DTypeLike | None = None) -> None:
+    """Writes an encoder-decoder to a directory that `load_encoder_decoder` and transformers can load.
+
+    Args:
+        directory: path to write to; it is created if necessary.
+        model: the network.
+        params: its weights, which are arrays.
+        config: the entries of `config.json`, those of the family with the model's sizes.
+        dtype: dtype of the stored weights; None: their own.
+
+    Raises:
+        ValueError: `config` describes another model, or weights are packed.
+    """
+    leaves = flatten(params)
+    if packed := [path for path, leaf in leaves.items() if isinstance(leaf, Packed)]:
+        raise ValueError(f"params: {packed[0]} is packed, takes arrays for an encoder-decoder")
+    tensors: dict[str, np.ndarray] = {}
+    name = dtype_name(dtype or leaves["embed"].dtype)
+    for path, source in encoder_decoder_sources(model.config).items():
+        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+    if read_encoder_decoder(dict(config), tensors) != model.config:
+        raise ValueError(f"config: as a {config['model_type']} configuration it describes another model than "
+                         f"{model.config}")
+    write_files(Path(directory), tensors, {**config, "dtype": name, "torch_dtype": name}, "pt")
 
 
 def _llama_config(c: DecoderConfig) -> dict[str, Any]:

@@ -51,11 +51,14 @@ class EncoderMemory(Struct):
         keys: for each decoder layer `f[B, H, T, d]`.
         values: for each decoder layer `f[B, H, T, d]`.
         seen: `bool[B, T]`, True for tokens of the text, False for padding.
+        source: the text that the encoder read, for a draft model with an encoder of its own; None for audio, whose
+            features would take more memory than they are worth.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     seen: Array
+    source: EncoderText | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,8 @@ class EncoderDecoder(Model):
         cross = [params["decoder"]["layers"][str(i)]["cross"] for i in range(c.decoder.layers)]
         # Heads first, as in a cache, so that a mesh divides them.
         one = lambda name: tuple(_heads(c.decoder, layer[name], x).swapaxes(1, 2) for layer in cross)
-        return EncoderMemory(keys=one("k"), values=one("v"), seen=seen)
+        return EncoderMemory(keys=one("k"), values=one("v"), seen=seen,
+                             source=source if isinstance(source, EncoderText) else None)
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         c, p, stack, memory = self.config, params["decoder"], self.config.decoder, cache.inputs

@@ -7,6 +7,8 @@ target's distribution at each position is what the drafter learns, so the text n
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.jobs.own_chats import write_chats
 from decodax.models.drafters.prompt_tokens import LookAheadHead
+from decodax.models.drafters.units import UnitHead, frequent_units
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.masked import TunedDraftModel
@@ -35,6 +38,7 @@ from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
 from decodax.train.tuning import read_examples
+from recipes import next_block
 from recipes.options import Options
 from recipes.run import Recipe, target_of
 from recipes.tune import checked
@@ -50,6 +54,9 @@ NODES = 24
 
 PROMPTS, PROMPT, NEW = 16, 64, 96
 """Held-out prompts that the finished drafter is measured on, their tokens, and the tokens that are decoded."""
+
+UNITS, LONGEST = 4096, 8
+"""Words that a head of MuMo predicts, and the largest number of their tokens."""
 
 ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
 """The registry entry that takes the drafter of a method, where it has another name."""
@@ -151,8 +158,18 @@ def draft_model(options: Options, lm: Any) -> Any:
     return draft
 
 
+def units_of(lm: Any, tokens: np.ndarray, count: int) -> np.ndarray:
+    """Returns the most frequent words of several tokens in a text, `i32[U, L]`, padded with -1. A word has the space
+    before it."""
+    often = Counter(re.findall(r"\s?\S+", lm.tokenizer.decode(tokens.tolist()))).most_common(4 * count)
+    pieces = ((tuple(lm.tokenizer.encode(word, add_special_tokens=False)), many) for word, many in often)
+    return frequent_units((piece for piece, many in pieces for _ in range(many)), count, LONGEST)
+
+
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
+    if options.system == "specdec":
+        return next_block.recipe(options, mesh, console)
     lm = target_of(options)
     if options.system != "pard" and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
@@ -169,6 +186,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     share = 1 if draft is not None else SYSTEMS[options.system].share
     count = options.draft_vocab or (None if share == 1 else int(share * lm.model.config.vocab))
     ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)
+    if options.system == "mumo":
+        ids = units_of(lm, text.train, options.draft_vocab or UNITS)
     mask = lm.pad if options.mask is None else options.mask
     objective: Any = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype
                                   ) if draft is None else TunedDraftModel(
@@ -192,7 +211,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         one = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
         if draft is None:
             made = TrainedDrafter(options.system, objective.head, one, table, target.name)
-            source, longest = drafting_source(lm, made), objective.head.longest
+            source, longest = made, objective.head.longest
         else:
             source, longest = MaskedDrafts(draft.with_params(one), drafts=objective.steps, mask=mask), objective.steps
         drafts = min(4, longest or 4)
@@ -220,11 +239,16 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                   lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: weights)
 
 
-def tokens_a_forward(lm: Any, source: Source, text: Text, shape: Shape, temperature: float) -> float:
+def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shape: Shape, temperature: float) -> float:
     """Returns the mean number of tokens of a forward pass of the target behind held-out prompts, with drafts of a
-    shape. A pass that drafts counts by its share of the layers."""
-    out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature,
-                      algorithm=Speculative(source, shape=shape), **({} if text.stops else {"eos_token_id": []}))
-    head = getattr(source, "head", None)
+    shape; units have their own. A pass that drafts counts by its share of the layers."""
+    head = drafter.head if isinstance(drafter, TrainedDrafter) else None
+    if isinstance(head, UnitHead):
+        algorithm = dx.algorithms.make("mumo", lm, drafter)
+    else:
+        source = drafting_source(lm, drafter) if isinstance(drafter, TrainedDrafter) else drafter
+        algorithm = Speculative(source, shape=shape)
+    out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature, algorithm=algorithm,
+                      **({} if text.stops else {"eos_token_id": []}))
     passes = 2 - len(head.skip) / lm.model.depth if isinstance(head, LookAheadHead) else 1
     return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds)) / passes

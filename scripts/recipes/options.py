@@ -84,7 +84,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "pass", "s3d",
                                "hidden-transfer", "falcon", "dflash", "dspark", "domino", "dflash2", "xpress",
-                               "jetspec", "glide", "longspec", "mixture-of-attentions", "p-eagle", "pard")},
+                               "jetspec", "glide", "longspec", "mixture-of-attentions", "p-eagle", "pard",
+                               "mumo", "specdec")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0) | more)
              for objective, more in TUNED.items()},
 }
@@ -128,8 +129,8 @@ class Options:
                                     "is right (learn2pd)",
                                     only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
-                                    '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus)', (),
-                                    "drafter tune", nargs="+", type=str, metavar="FILE")
+                                    '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus; '
+                                    "specdec needs pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
     own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
@@ -149,8 +150,8 @@ class Options:
                                "replaces, masks of space and lud, or drafts of s3d (default: 5), or tokens of a "
                                "block of dparallel and learn2pd (default: the block of the model, or 32)",
                                only="diffusion tune")
-    mask: int | None = _option("space, lud, s3d, any-subset, pard: id of the mask token (default: the padding token)",
-                               None, "drafter tune")
+    mask: int | None = _option("space, lud, s3d, any-subset, pard, specdec: id of the mask token (default: the "
+                               "padding token)", None, "drafter tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
@@ -174,7 +175,7 @@ class Options:
     draft: str | None = _option("pard: name or directory of the draft model that is tuned (default: the first quarter "
                                 "of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
-                                      "eagle-3: a quarter)", only="drafter")
+                                      "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=tuple(STAGES))

@@ -24,7 +24,7 @@ from tests.matrix import often
 from tests.small_models import net
 
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
-           "pard", "specdec++", "space", "s3d")
+           "pard", "specdec", "specdec++", "space", "s3d")
 """Entries that run some of the target's layers, use another cache of it, or read a model's hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below; lud draws as on a
 # canvas, without verification
@@ -45,7 +45,7 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
            "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
-           "pard": dict(mask=5, length=3),
+           "pard": dict(mask=5, length=3), "specdec": dict(mask=5, length=3),
            "knn-ssd": dict(domains=SAMPLES), "reflective-verification": dict(probe=(5, 6)),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=draft_classifier()),
@@ -65,8 +65,8 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 """These decide for a batch how many tokens a row drafts."""
 
 
-ELSEWHERE = {"blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp", "p-eagle", "pass", "ppd",
-             "s3d"}
+ELSEWHERE = {"block-draft-refinement", "blockwise-parallel", "dspark", "hidden-transfer", "jetspec", "longspec", "mtp",
+             "mumo", "p-eagle", "pass", "ppd", "s3d"}
 """Entries that the wider tests leave to those of `tests/drafters` that compare with plain decoding."""
 
 
@@ -102,13 +102,14 @@ def test_a_system_keeps_its_guarantee(name, policy):
 EXACT = dx.verify.SeedExact()
 DEGENERATE = {
     "greedy-verification": dict(), "blockwise-top-k": dict(k=1), "blockwise-distance": dict(epsilon=0),
-    "aggressive-decoding": dict(beta=1), "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
+    "aggressive-decoding": dict(beta=1), "specdec": dict(beta=1),
+    "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
     "reflective-verification": dict(alpha=0.0), "improved-mcsd": dict(verify=EXACT),
     "blockwise-parallel": dict(verify=EXACT),
     "quantspec": dict(group=64), "specache": dict(residual_length=64), "fastcot": dict(cut=500)}
 """Options with which an approximate rule comes to plain decoding, or of those in `LIKELIEST` to greedy decoding."""
 LIKELIEST = ("greedy-verification", "blockwise-top-k", "blockwise-distance", "aggressive-decoding",
-             "typical-acceptance")
+             "specdec", "typical-acceptance")
 
 
 def test_every_approximate_system_has_a_degenerate_setting():

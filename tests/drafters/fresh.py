@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from decodax.algorithms.speculative.adaptive.predictor import FEATURES, DraftClassifier
@@ -15,15 +16,21 @@ from decodax.train.drafting.systems import objective_of
 NAMES = [name for name, entry in ALGORITHMS.items() if entry.takes_drafter]
 
 
+UNITS = np.array([[i, (3 * i + j) % 13, (i * j) % 11, -1 if i % 2 else 7] for i in range(16) for j in range(3)],
+                 np.int32)
+"""Units of MuMo for a target with 16 tokens or more."""
+
+
 def fresh(name: str, lm: Any) -> TrainedDrafter:
     """A drafter for an entry of the registry and a target."""
     system = ALGORITHMS[name].drafter or name
     eagle = objective_of("eagle-3", lm).head if name == "p-eagle" else None
-    head: Any = objective_of(system, lm).head if eagle is None else ParallelHead(**{
+    ids = UNITS if name == "mumo" else None
+    head: Any = objective_of(system, lm, ids).head if eagle is None else ParallelHead(**{
         field.name: getattr(eagle, field.name) for field in dataclasses.fields(eagle)}, mask=0)
     weights = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
-    return TrainedDrafter(system, head, weights)
+    return TrainedDrafter(system, head, weights, None if ids is None else jnp.asarray(ids))
 
 
 def acceptance_head(draft: Any, seed: int = 1) -> dict[str, Any]:

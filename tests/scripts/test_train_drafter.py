@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.io.saving import save_encoder_decoder
 from decodax.jobs.own_chats import question_prompt, write_chats
+from decodax.models import EncoderDecoder, EncoderText
+from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.train.drafting.systems import SYSTEMS
 from recipes import run as program
 from recipes.drafter import examples
 from recipes.options import PRESETS, Options
 from tests.matrix import often
 from tests.scripts.killed import QUIET, metrics, resumed, same
+from tests.small_tokenizers import save
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Optio
 
 
 def test_every_method_that_can_be_trained_is_an_option() -> None:
-    assert PRESETS["drafter"].keys() == SYSTEMS.keys() | {"pard"}
+    assert PRESETS["drafter"].keys() == SYSTEMS.keys() | {"pard", "specdec"}
 
 
 def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(options: Options, tmp_path: Path) -> None:
@@ -95,6 +99,38 @@ def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path
     drafter = dx.load_drafter(tmp_path / "model", lm)
     assert drafter.system == system and drafter.head.longest in (None, 3, 5)
     assert f"method `{system}`" in (tmp_path / "model" / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_a_non_autoregressive_drafter_learns_from_pairs(options: Options, tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(20)]
+    special = ["<pad>", "</s>"]
+    tokenizer = program.word_tokenizer({w: i for i, w in enumerate([*special, *words])}, special)
+    config = dict(model_type="t5", vocab_size=22, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=3,
+                  num_heads=2, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    network = EncoderDecoder(read_encoder_decoder(config, ()))
+    target = save(tokenizer, tmp_path / "target", tokenizer_config={"eos_token": "</s>", "pad_token": "<pad>"},
+                  generation_config={"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0})
+    save_encoder_decoder(target, network, network.init_params(jax.random.key(0)), config)
+    draw = np.random.default_rng(0).integers(0, 20, (24, 6))
+    lines = [json.dumps({"prompt": " ".join(words[i] for i in row), "target": " ".join(words[i] for i in row[::-1])})
+             for row in draw]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    own = Options(recipe="drafter", system="specdec", target=str(target), data=(str(tmp_path / "pairs.jsonl"),),
+                  length=16, drafts=3, steps=20, warmup=2, batch=4, peak=1e-2, log_every=2, eval_every=50,
+                  save_every=50, devices=1, output=tmp_path / "run")
+    program.train(own, console=QUIET)
+    losses = [e["loss"] for e in metrics(tmp_path / "run") if "loss" in e]
+    assert losses[-1] < losses[0]
+    drafter = dx.load(tmp_path / "run" / "model")
+    assert (drafter.model.config.encoder.layers, drafter.model.config.decoder.layers) == (2, 2)
+    lm = dx.load(target)
+    inputs = EncoderText.read(lm, ["w1 w2", "w3 w4 w5"])
+    plain, out = (dx.generate(lm, [[], []], inputs=inputs, max_new_tokens=8, temperature=0.0, **more)
+                  for more in ({}, {"algorithm": "specdec:beta=1,length=3", "draft": drafter}))
+    assert np.array_equal(out.tokens, plain.tokens)
+    with pytest.raises(ValueError, match=r"^target: got .* takes an encoder-decoder of text"):
+        program.train(replace(own, target=options.target, output=tmp_path / "other"), console=QUIET)
 
 
 @pytest.mark.wide

@@ -40,6 +40,7 @@ from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.units import UnitHead
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
@@ -55,7 +56,7 @@ ENTRY = "decodax_drafter"
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, DepthwiseHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
-    PromptTokensHead, HiddenTransferHead, LookAheadHead, FalconHead, CrossKVHead, MixtureHead, DecoderConfig,
+    PromptTokensHead, HiddenTransferHead, LookAheadHead, FalconHead, CrossKVHead, MixtureHead, UnitHead, DecoderConfig,
     NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
@@ -68,7 +69,8 @@ class TrainedDrafter:
         system: name of the method that it was trained for, such as "eagle3".
         head: its network.
         params: the network's weights.
-        ids: `i32[Vd]`, the target's token for each of its logits; None: they are the target's.
+        ids: `i32[Vd]`, the target's token for each of its logits; None: they are the target's. For units of several
+            tokens (MuMo) `i32[U, L]`, padded with -1.
         name: the name or path from which it was loaded.
     """
 

@@ -33,6 +33,7 @@ from decodax.models.drafters.prefixed import plain_layers
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, PromptTokensHead, middle
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
+from decodax.models.drafters.units import UnitHead
 from decodax.models.names import flatten
 from decodax.models.rope import Rope
 from decodax.models.weight_source import kernel_of, nested
@@ -42,6 +43,7 @@ from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.masked import MaskedPairs
 from decodax.train.drafting.prompt_tokens import InsertedPrompts
+from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled
 
 
@@ -136,7 +138,7 @@ def _mixture(c: DecoderConfig, vocab: int) -> DraftHead:
     return head
 
 
-Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced | DelayedKeys | MaskedPairs
+Objective = Unrolled | AnchoredBlocks | InsertedPrompts | Glanced | DelayedKeys | MaskedPairs | NextUnit
 """The losses of drafters."""
 
 BLOCK_LOSS = "0.9*tv+0.1*hard"
@@ -160,6 +162,7 @@ SYSTEMS = {
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
         (), vocab, width=c.width, heads=4, inner=c.width), 4, "hard", decay=1.0),
+    "mumo": DrafterSystem(lambda c, vocab: UnitHead((), vocab, width=c.width, heads=1, inner=c.width), 1, "hard"),
     "ppd": DrafterSystem(lambda c, vocab: PromptTokensHead((), vocab, width=c.width), 3),
     "pass": DrafterSystem(lambda c, vocab: LookAheadHead((), vocab, width=c.width), 4, "hard", decay=1.0),
     "s3d": DrafterSystem(lambda c, vocab: LookAheadHead(
@@ -188,7 +191,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     Args:
         system: name of the method, of `SYSTEMS`.
         lm: the target, a result of `decodax.load`.
-        ids: `i32[Vd]`, the tokens that it predicts; None: all.
+        ids: `i32[Vd]`, the tokens that it predicts; None: all. For "mumo" the units, `i32[U, L]`, padded with -1.
         drafts: number of tokens that training unrolls, or that a block predicts; None: the method's.
         loss: name of the loss; None: the method's.
         dtype: dtype of the computation.
@@ -201,6 +204,11 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     own = SYSTEMS[system]
     loss_of(loss or own.loss)
     head = own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids))
+    if isinstance(head, UnitHead):
+        if ids is None or np.ndim(ids) != 2:
+            raise ValueError(f"ids: got {'none' if ids is None else np.shape(ids)}, {system!r} takes units [U, L]")
+        head = dataclasses.replace(head, heads=ids.shape[1] - 1)
+        return NextUnit(lm.model, head, tuple(map(tuple, np.asarray(ids).tolist())), dtype)
     if ids is not None and not head.own_head:
         raise ValueError(f"ids: {system!r} uses the target's vocabulary matrix, so it predicts all tokens")
     chosen = None if ids is None else tuple(map(int, ids))

@@ -26,7 +26,7 @@ from decodax.algorithms.diffusion.rules.windows import Sliding
 from decodax.algorithms.diffusion.view import Seen, View
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.ppd import Prompted, PromptTokens
+from decodax.algorithms.speculative.heads.prompted.source import Prompted, PromptTokens
 from decodax.algorithms.speculative.heads.source import HeadWeights
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
 from decodax.common.options import Count

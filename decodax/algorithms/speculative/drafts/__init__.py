@@ -16,6 +16,7 @@ from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.improved_mcsd import TargetRooted
 from decodax.algorithms.speculative.drafts.model.pard import MaskedDrafts
 from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
+from decodax.algorithms.speculative.drafts.model.specdec import NonAutoregressive
 from decodax.algorithms.speculative.drafts.model.specinfer import Merged
 from decodax.algorithms.speculative.drafts.model.staged import Staged
 from decodax.algorithms.speculative.drafts.model.tli import Intersection
@@ -59,6 +60,7 @@ __all__ = [
            "NGram",
            "NGramModel",
            "NGramTrie",
+           "NonAutoregressive",
            "OwnCache",
            "PromptLookup",
            "Realigned",

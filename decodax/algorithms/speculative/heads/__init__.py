@@ -3,6 +3,7 @@
 
 from decodax.algorithms.speculative.heads import (  # noqa: F401
     adaeagle,
+    block_draft_refinement,
     blockwise_parallel,
     chimera,
     clover,
@@ -21,6 +22,7 @@ from decodax.algorithms.speculative.heads import (  # noqa: F401
     mixture_of_attentions,
     mlp_speculator,
     mtp,
+    mumo,
     p_eagle,
     prompted,
     xpress,

@@ -19,6 +19,7 @@ from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
+from decodax.models.drafters.units import UnitHead
 
 
 def drafting_source(lm: Any, drafter: Any) -> Source:
@@ -29,10 +30,12 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
         drafter: a `TrainedDrafter`, or a draft model, another result of `decodax.load`.
 
     Raises:
-        ValueError: the drafter does not fit the target.
+        ValueError: the drafter does not fit the target, or predicts units of several tokens.
     """
     if not isinstance(drafter, TrainedDrafter):
         return DraftModel(drafter)
+    if isinstance(drafter.head, UnitHead):
+        raise ValueError(f"draft: got {drafter.name!r}, which predicts units of several tokens; only 'mumo' takes it")
     special = ((BlockHead, block_draft), (LookAheadHead, look_ahead), (ProbesHead, prompt_tokens),
                (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv))
     make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)

@@ -39,7 +39,8 @@ class HeadWeights(Struct):
 
     Attributes:
         head: those of its network.
-        ids: `i32[Vd]`, the target's token for each of the head's logits; None: they are the target's.
+        ids: `i32[Vd]`, the target's token for each of the head's logits; None: they are the target's. For units of
+            several tokens `i32[U, L]`.
     """
 
     head: Any

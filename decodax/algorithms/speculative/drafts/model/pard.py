@@ -112,6 +112,22 @@ class MaskedDrafts(DraftModel):
         return spread(logits_of(self.model, params.draft, hidden), None, self.vocab_size)
 
 
+def mask_of(draft: Any, mask: int | None, entry: str) -> int:
+    """Returns the id of a draft model's mask token: `mask`, or that of an entry of its `config.json`.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    if mask is None:
+        folder = getattr(draft, "directory", None)
+        config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+        mask = config.get(entry)
+        if mask is None:
+            raise ValueError(f"mask: the draft model's config.json has no {entry}, so the option takes the id of the "
+                             "token at which it was tuned to predict")
+    return mask
+
+
 @ALGORITHMS.register("pard",
                      "PARD: Accelerating LLM Inference with Low-Cost Parallel Draft Model Adaptation",
                      "An et al. 2025", family="speculative-linear", needs="a tuned draft model", guarantee="seed-exact")
@@ -129,11 +145,5 @@ def pard(draft: Any, length: Count = 8, mask: Whole | None = None, shape: Shape 
         shape: shape of the draft tree; None: a chain.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    if mask is None:
-        folder = getattr(draft, "directory", None)
-        config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
-        mask = config.get("pard_token")
-        if mask is None:
-            raise ValueError("mask: the draft model's config.json has no pard_token, so the option takes the id of the "
-                             "token at which it was tuned to predict")
-    return Speculative(MaskedDrafts(draft, drafts=length, mask=mask), verify or SeedExact(), shape or Chain(length))
+    drafts = MaskedDrafts(draft, drafts=length, mask=mask_of(draft, mask, "pard_token"))
+    return Speculative(drafts, verify or SeedExact(), shape or Chain(length))

@@ -18,7 +18,8 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.source import Draft, Drawn, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
@@ -120,12 +121,13 @@ class InputGuided(Draft):
 @ALGORITHMS.register("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
                      "Ge, Xia, Sun, Chen, Wei 2022", family="speculative-linear", guarantee="seed-exact")
 def aggressive_decoding(length: Count = 16, max_match: Count | None = None, beta: Count | None = None,
-                        tau: Annotated[float, Range(0)] | None = None, verify: Verifier | None = None) -> Speculative:
+                        tau: Annotated[float, Range(0)] | None = None, drafter: Source | None = None,
+                        verify: Verifier | None = None) -> Speculative:
     """Drafts the input itself, from the place that the output has reached. With `beta` or `tau` the output is
     approximate.
 
-    For outputs that copy most of the input, such as corrected sentences (input-guided aggressive decoding). `beta` and
-    `tau` accept drafts as in GAD++; GAD's non-autoregressive drafter is not implemented.
+    For outputs that copy most of the input, such as corrected sentences (input-guided aggressive decoding). With
+    `drafter` this is generalized aggressive decoding (GAD), for any output; `beta` and `tau` accept drafts as in GAD++.
 
     Args:
         length: largest number of tokens in a draft.
@@ -133,11 +135,14 @@ def aggressive_decoding(length: Count = 16, max_match: Count | None = None, beta
         beta: largest rank of an accepted draft, 3 if only `tau` is given. None: exact verification.
         tau: largest distance of a draft's log-probability from that of the most likely token, 1 if only `beta` is
             given.
+        drafter: GAD's drafter of blocks, such as `dx.drafts.NonAutoregressive(model, mask=id)`; None: the input is
+            copied.
         verify: the rule that accepts drafts, not possible with `beta` or `tau`; None: `SeedExact`.
     """
-    draft = InputGuided(length, max_match=max_match)
+    draft = drafter or InputGuided(length, max_match=max_match)
+    shape = None if drafter is None else Chain(min(length, drafter.longest or length))
     if beta is None and tau is None:
-        return Speculative(draft, verify or SeedExact())
+        return Speculative(draft, verify or SeedExact(), shape)
     if verify is not None:
         raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
-    return Speculative(draft, SpecVerification(3 if beta is None else beta, 1.0 if tau is None else tau))
+    return Speculative(draft, SpecVerification(3 if beta is None else beta, 1.0 if tau is None else tau), shape)

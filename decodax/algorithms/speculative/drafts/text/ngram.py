@@ -124,16 +124,16 @@ class NGramModel(FromText, Source):
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
         paths = Paths.start(s, max(self.order - 1, 1), room)
-        return paths, Answer(self._logits(self.history(params, s), paths.contexts[:, :1]))
+        return paths, Answer(self.logits(self.history(params, s), paths.contexts[:, :1]))
 
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         paths, contexts = state.extend(level)
-        return paths, Answer(self._logits(self.history(params, s), contexts))
+        return paths, Answer(self.logits(self.history(params, s), contexts))
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         return None         # the tree's contexts end with the round
 
-    def _logits(self, history: Array, contexts: Array) -> Array:
+    def logits(self, history: Array, contexts: Array) -> Array:
         """Returns logits `f32[B, w, V]` for a history `i32[B, C + N]` and contexts `i32[B, w, n]`."""
         def node(history: Array, context: Array) -> Array:
             next_ = jnp.pad(history[1:], (0, 1), constant_values=-1)

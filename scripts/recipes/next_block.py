@@ -1,0 +1,110 @@
+"""The drafter of SpecDec and GAD: an encoder-decoder that predicts the next block at mask tokens, trained on pairs of a
+source and what the target writes for it.
+
+It begins as the target's encoder and the first two layers of its decoder. Finished, it is a model that `decodax.load`
+loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+import decodax as dx
+from decodax.models import EncoderDecoder, EncoderText
+from decodax.train.drafting.next_block import NextBlock, pairs_of, shallow
+from decodax.train.drafting.unrolled import expected_tokens
+from decodax.train.tuning import ExampleBatches, read_examples
+from recipes.options import Options
+from recipes.run import Recipe
+
+BLOCK = 25
+"""Tokens of a block, those of the papers."""
+
+EVERY, MOST = 20, 24
+"""One of `EVERY` pairs is held out, and at most `MOST` of these are measured."""
+
+NEW = 64
+"""Tokens that are decoded for the figure of the finished drafter."""
+
+CARD = """---
+tags: [jax, decodax, speculative-decoding]
+base_model: {target}
+---
+# {name}
+
+A non-autoregressive drafter for `{target}`: `dx.generate(lm, prompts, inputs=inputs, algorithm="specdec", draft=...)`.
+The license is that of `{target}`.
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| training data | {pairs:,} pairs of {data} |
+| training tokens | {tokens:,} in {steps:,} steps |
+| share of right tokens by mask, {where} | {accepted} |
+| tokens a forward with beta=1, {where} | {greedy} |
+| hardware | {hardware} |
+| training time | {minutes:.0f} minutes |
+
+**Reproduce** from the root of the repository:
+
+```
+{command}
+```
+"""
+
+
+def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
+    """Returns the recipe for `recipes.run.train`."""
+    lm = dx.load(options.target, dtype="float32")
+    if not isinstance(lm.model, EncoderDecoder) or lm.model.config.features is not None or lm.start is None:
+        raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}; takes an encoder-decoder of text")
+    count, mask = options.drafts or BLOCK, lm.pad if options.mask is None else options.mask
+    pairs = pairs_of(read_examples([Path(file) for file in options.data], lm), lm.start, options.length or 256)
+    out = np.arange(len(pairs[0])) % EVERY == EVERY - 1
+    used = tuple(x[~out] for x in pairs)
+    held = tuple(jnp.asarray(x[out if out.any() else ~out][:MOST]) for x in pairs)
+    network, first = shallow(lm.model, lm.params)
+    objective = NextBlock(network, count, mask, options.dtype)
+    batches = ExampleBatches(used, options.batch or 8, options.seed)
+    measure = jax.jit(objective)
+
+    def accepted(params: Any) -> np.ndarray:
+        scalars = measure(params, held, None)[1]
+        return np.asarray([float(scalars[f"accepted_{k + 1}"]) for k in range(count)])
+
+    def evaluate(params: Any, run: Any) -> dict[str, float]:
+        found = accepted(params)
+        return {"expected_tokens": expected_tokens(found),
+                **{f"held_out_{k + 1}": float(x) for k, x in enumerate(found)}}
+
+    def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
+        depth = "num_decoder_layers" if "num_layers" in lm.config_entries else "decoder_layers"
+        entries = {**lm.config_entries, depth: network.config.decoder.layers, "mask_token_id": mask}
+        made = dataclasses.replace(lm, model=EncoderDecoder(network.config), directory=None, entries=entries,
+                                   params=jax.tree.map(np.asarray, shipped))
+        dx.save(made, target)
+        own = made.with_params(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact))
+        said = dx.generate(lm, [[]] * len(held[0]), inputs=EncoderText(tokens=held[0], length=held[1]),
+                           algorithm=dx.algorithms.make("specdec", lm, own, length=count, beta=1, mask=mask),
+                           max_new_tokens=NEW, temperature=0.0)
+        greedy = round(float(np.sum(said.stats.tokens) / np.sum(said.stats.rounds)), 3)
+        shares = [round(float(x), 4) for x in accepted(exact)]
+        facts |= {"system": options.system, "target": options.target, "data": list(options.data), "accepted": shares,
+                  "drafts": count, "greedy": greedy}
+        (target / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (target / "README.md").write_text(CARD.format(**{
+            **facts, "name": f"{Path(options.target).stem}-specdec", "pairs": len(used[0]),
+            "accepted": ", ".join(map(str, shares)), "minutes": 60 * facts["hours"],
+            "data": ", ".join(f"`{Path(file).name}`" for file in options.data),
+            "where": "held-out" if out.any() else "training data"}))
+        return f"{greedy} tokens a forward with beta=1 in blocks of {count}"
+
+    return Recipe(first, objective, lambda run: batches[run.step], lambda batch: int(batch[3].sum()), evaluate, finish)
