@@ -43,8 +43,9 @@ from recipes.options import Options
 from recipes.run import Recipe, target_of
 from recipes.tune import checked
 
-EVAL_WINDOWS = 24
-"""Held-out windows of an evaluation."""
+EVAL_WINDOWS, TOGETHER = 24, 8
+"""Held-out windows of an evaluation, and those that are evaluated together: the logits of a large vocabulary take
+gigabytes."""
 
 EVERY = 20
 """One of `EVERY` examples is held out."""
@@ -197,10 +198,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     table = None if ids is None else jnp.asarray(ids)
 
     def accepted(params: Any) -> np.ndarray:
+        parts = [loop.place_batch(windows[at:at + TOGETHER], mesh) for at in range(0, EVAL_WINDOWS, TOGETHER)]
         if not isinstance(objective, Unrolled):
-            return np.asarray(block_acceptances(objective, weights, params, loop.place_batch(windows, mesh)))
-        return np.asarray(acceptances(lm.model, objective.head, weights, params, loop.place_batch(windows, mesh),
-                                      objective.steps, table))
+            return np.mean([block_acceptances(objective, weights, params, part) for part in parts], 0)
+        return np.mean([acceptances(lm.model, objective.head, weights, params, part, objective.steps, table)
+                        for part in parts], 0)
 
     def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
         found = accepted(params)

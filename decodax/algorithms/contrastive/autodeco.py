@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.contrastive.paired import PairedReadout, tensors_of
+from decodax.algorithms.contrastive.paired import TrainedReadout, tensors_of
 from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 from decodax.core.loaded import Loaded
@@ -127,7 +127,7 @@ def features(logits: Array, temperature: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoDeco(PairedReadout):
+class AutoDeco(TrainedReadout):
     """A model whose logits are divided by the temperature, and cut to the top-p, that two heads predict for each
     position (Wang et al., 2025).
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.contrastive.contrastive_search import hidden_width
-from decodax.algorithms.contrastive.paired import PairedReadout, tensors_of
+from decodax.algorithms.contrastive.paired import TrainedReadout, tensors_of
 from decodax.common.registry import FUNCTIONS
 from decodax.core.loaded import Loaded
 
@@ -29,7 +29,7 @@ EPSILON = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfTerminating(PairedReadout):
+class SelfTerminating(TrainedReadout):
     """A model in which the logit of the end is `u . h` more than the log-sum-exp of all other logits, so that its
     log-odds are `u . h`. The weights are a pair: those of the network, and `u`, `f32[D]`.
 

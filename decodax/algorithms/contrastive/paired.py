@@ -11,15 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.core.around import Readout
+from decodax.core.around import PairedReadout
 from decodax.core.cache import Cache
-from decodax.core.types import Out, embeddings, logits_of, outputs
+from decodax.core.types import Out
 from decodax.core.window import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class PairedReadout(Readout):
-    """A readout with weights of its own: its weights are those of the network, and its own ones."""
+class TrainedReadout(PairedReadout):
+    """A model whose logits trained heads compute from the hidden states and the logits of the network."""
 
     @abc.abstractmethod
     def read(self, own: Any, hidden: Array, logits: Array) -> Array:
@@ -35,19 +35,6 @@ class PairedReadout(Readout):
         out = self.base.apply(params[0], window, cache)
         head = lambda hidden: self.read(params[1], hidden, out.head(hidden))
         return dataclasses.replace(out, head=head)
-
-    def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        own = None if params is None else params[0]
-        return self.base.init_cache(batch, capacity, params=own, inputs=inputs)
-
-    def embeddings(self, params: Any, tokens: Array) -> Array:
-        return embeddings(self.base, params[0], tokens)
-
-    def logits(self, params: Any, hidden: Array) -> Array:
-        return logits_of(self.base, params[0], hidden)
-
-    def outputs(self, params: Any, layer: int) -> Array:
-        return outputs(self.base, params[0], layer)
 
 
 def tensors_of(directory: str | os.PathLike[str], files: str = "*.safetensors") -> dict[str, Array]:
