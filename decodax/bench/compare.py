@@ -180,7 +180,7 @@ class Comparison:
 def _by_depth(stats: Sequence[Any], rounds: int) -> tuple[float, ...]:
     """Returns the share of rounds in which at least 1, 2, ... drafts were accepted, up to the last that ever was."""
     widest = max(s.histogram.shape[1] for s in stats)
-    counts = sum(np.pad(s.histogram.sum(0), (0, widest - s.histogram.shape[1])) for s in stats)
+    counts = np.sum([np.pad(s.histogram.sum(0), (0, widest - s.histogram.shape[1])) for s in stats], 0)
     return tuple(float(x) for x in np.trim_zeros(counts[::-1].cumsum()[::-1][2:], "b") / rounds)
 
 

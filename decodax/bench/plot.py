@@ -27,7 +27,8 @@ def draw(path: str | Path, cells: Mapping[tuple[str, int], Sequence[Any]], setti
     tasks, batches = list(dict.fromkeys(task for task, _ in cells)), sorted({batch for _, batch in cells})
     height = 1.9 + 0.34 * max(len(names), 1)
     figure = Figure(figsize=(11, 3.0 + height), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(height, 3.0))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(height, 3.0))
+    above, below = parts
     left, right = above.subplots(1, 2, sharey=True)
     for i, ((task, batch), rows) in enumerate(cells.items()):
         offset = 0.6 * ((i + 0.5) / len(cells) - 0.5)       # the markers of one method lie below each other
