@@ -37,8 +37,11 @@ from decodax.algorithms.speculative.drafts import (
     TargetRooted,
 )
 from decodax.algorithms.speculative.drafts.model.tli import Intersection
+from decodax.algorithms.speculative.drafts.text.ngram import NGramModel
 from decodax.algorithms.speculative.grown import Grown, Trimmed
 from decodax.algorithms.speculative.halves import _Ahead, _There
+from decodax.algorithms.speculative.heads.block_draft_refinement import BlockLattice, Rescored
+from decodax.algorithms.speculative.heads.mumo import UnitCandidates
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Source
 from decodax.algorithms.speculative.trees import Fixed
@@ -137,6 +140,8 @@ LINKED = (NOTHING, Speculative(ONE), Speculative(TWO, shape=Fixed.balanced(2, 2)
 MADE: dict[type, Callable[[], Any]] = {
     Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1),
     SpecBranch: lambda: SpecBranch(ONE), TargetRooted: lambda: TargetRooted(ONE), DraftExit: lambda: DraftExit(ONE),
+    UnitCandidates: lambda: UnitCandidates(ONE), Rescored: lambda: Rescored(ONE, TWO),  # type: ignore[arg-type]
+    BlockLattice: lambda: BlockLattice(ONE, NGramModel(5, 3), 2),
     Watched: lambda: Watched(ONE, 2, 3), AcceptanceHead: lambda: AcceptanceHead(ONE, {}),
     DraftLength: lambda: DraftLength(ONE, {}),
     _Ahead: lambda: _Ahead(SpecBranch(ONE)),

@@ -60,7 +60,7 @@ class UnitCandidates(AroundSource, Draft):
 
     @property
     def cache_needs(self) -> Any:       # type: ignore[override]
-        return TREES
+        return self.source.cache_needs | TREES
 
     def propose(self, params: Params, policy: Any, s: State, state: HeadState,
                 drawn: Drawn) -> tuple[Proposal, HeadState]:
