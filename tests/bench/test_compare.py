@@ -105,7 +105,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         tokens = np.tile(np.arange(8, dtype=np.int32), (B, 1))
         tokens[:, -1] += fake.off
         row = lambda n: np.full(B, n)
-        histogram = np.zeros((B, 3), int)
+        histogram = np.zeros((B, 2 + fake.accepted), int)
         histogram[:, 1 + fake.accepted] = 4
         stats = Statistics(forwards=4, prefill_forwards=1, rounds=row(4), tokens=row(8), drafted=row(4),
                            accepted=row(4 * fake.accepted), histogram=histogram,

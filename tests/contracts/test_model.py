@@ -115,6 +115,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "rwkv-x": lambda: RwkvX(RwkvXConfig(**RWKV | dict(layers=4), sparse=2, chunk=4, top=2, limit=None)),  # type: ignore
 }
 ELSEWHERE = {"EncoderDecoder": "tests/models/encoder_decoder/test_encoder_decoder.py",
+             "MaskPredictor": "tests/drafters/test_specdec.py",
              "QuantizedMamba2": "tests/models/formats/test_quamba2.py"}
 """Networks with tests of their own: one reads another text than it writes, one is made of another network."""
 BASES = {"RecurrentNetwork", "StateSpace"}

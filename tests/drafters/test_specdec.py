@@ -85,6 +85,7 @@ def drafter(tmp_path_factory):
     return dx.load(path)
 
 
+@pytest.mark.wide
 def test_a_trained_drafter_drafts_what_the_target_writes_and_changes_nothing(drafter):
     """Greedy and sampled rows; the mask token is that of the drafter's config.json."""
     exact = dx.algorithms.make("specdec", loaded("bart"), drafter, length=K, verify=dx.verify.SeedExact())

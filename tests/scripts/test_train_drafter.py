@@ -146,7 +146,7 @@ def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> N
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_pard_tunes_the_first_layers_of_the_target_to_a_draft_model(options: Options, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.drafter.NEW", 8)
