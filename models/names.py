@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from decodax.models.config import DecoderConfig
-from decodax.models.hybrid_names import NAMES
 from decodax.models.packed import Adapted, Packed
+from decodax.models.recurrent.names import NAMES
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights

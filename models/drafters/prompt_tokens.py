@@ -109,7 +109,7 @@ class LookAheadHead(PromptTokensHead):
         """Returns the halves of a target's layers that run, for `LayeredModel.apply`; None: all.
 
         Raises:
-            ValueError: the target, which has so many `layers`, does not have those that are left out.
+            ValueError: `skip` names a layer that a target with `layers` layers does not have.
         """
         if self.skip and not 0 <= min(self.skip) <= max(self.skip) < layers:
             raise ValueError(f"skip: got {self.skip}, takes layers from 0 to {layers - 1}")

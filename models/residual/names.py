@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decodax.models.hybrid_names import ATTENTION, MLP, STACKED
+from decodax.models.recurrent.names import ATTENTION, MLP, STACKED
 
 GEMMA: dict[str, str] = {
     **ATTENTION, **MLP, "attn_in": "input_layernorm", "attn_out": "post_attention_layernorm",

@@ -94,7 +94,7 @@ Tokens a forward are means over {prompts}, with {new} new tokens each at most, t
 
 @dataclass(frozen=True)
 class Text:
-    """What a drafter is trained and measured on.
+    """The text that a drafter is trained and measured on.
 
     Attributes:
         train: `i32[N]`, the target's tokens.
@@ -123,7 +123,7 @@ def source_code(lm: Any, root: Path | None) -> Text:
 
 
 def examples(lm: Any, files: Sequence[str]) -> Text:
-    """Returns the text of examples, one behind the other."""
+    """Returns the text of all examples, concatenated."""
     found = read_examples([Path(file) for file in files], lm)
     held = found[EVERY - 1::EVERY] or found
     used = [x for i, x in enumerate(found) if i % EVERY != EVERY - 1] if len(found) >= EVERY else found

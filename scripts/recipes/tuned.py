@@ -1,5 +1,5 @@
-"""What a fine-tuning trains: a whole model, a model with a head for the end of texts (NMST), or the heads of AutoDeco
-beside a model that does not change. Each kind is measured on held-out rows and written in its own way."""
+"""The weights that an objective of fine-tuning trains, how they are measured on held-out rows, and how they are saved:
+those of a whole model, of a model and a head for the end of texts (NMST), or of AutoDeco's heads alone."""
 
 from __future__ import annotations
 

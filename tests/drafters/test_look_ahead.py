@@ -61,7 +61,7 @@ def test_the_output_is_plain_decodings_and_drafts_are_those_that_training_compar
 
 @pytest.mark.wide
 def test_the_losses_are_those_of_the_passes_one_by_one():
-    """Of embeddings beside a target that does not change, and of a tuned target with a mask token."""
+    """The embeddings are trained for a frozen target, or the mask token is that of a tuned target."""
     network, weights = model("llama")
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, VOCABULARY, (2, 9)), jnp.int32)
     head, prompt = HEADS["s3d"], drafter("s3d").params

@@ -112,7 +112,7 @@ def test_drafting_computes_the_logits_of_one_pass():
 
 
 def test_nodes_of_one_level_may_differ_in_depth():
-    """As in trees that grow by their most likely nodes: each gets the logits of its own depth."""
+    """Trees that grow by their most likely nodes have such levels: each node gets the logits of its own depth."""
     alg = algorithms.make("p-eagle", lm("llama"), TrainedDrafter("p-eagle", HEAD, weighted(HEAD)))
     hidden = jax.random.normal(jax.random.key(0), (2, 4, 16))
     depth = jnp.asarray([[1, 2, 1], [3, 1, 2]])

@@ -29,7 +29,7 @@ GREEDY = dict(temperature=0.0, forced_bos_token_id=-1, forced_eos_token_id=[], e
 
 @functools.cache
 def plain(mixed=True):
-    """What the target writes: with greedy and sampled rows, or greedy alone."""
+    """Returns the output of the target, for greedy and sampled rows or for greedy rows alone."""
     return run(mixed, dx.Autoregressive()).tokens.tolist()
 
 
@@ -55,7 +55,7 @@ def trained():
     def steps(weights):
         def one(carry, i):
             weights, state = carry
-            # other tokens behind the end draw other places
+            # the number of tokens after the end decides which places are drawn
             batch = (*given[:2], jnp.pad(given[2], ((0, 0), (0, 1))).at[:, -1].set(i), given[3])
             loss, slope = jax.value_and_grad(lambda w: objective(w, batch, None)[0])(weights)
             updates, state = optimizer.update(slope, state)

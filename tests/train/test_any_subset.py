@@ -77,6 +77,9 @@ def test_a_text_does_not_depend_on_the_others_and_greedy_filling_is_that_of_one_
     assert greedy.tokens[0] == text[0].tolist()
     with pytest.raises(ValueError, match="length, temperature: got 0"):
         dx.algorithms.diffusion.assd(net(), [TEXT], MASK, length=0)
+    broken = net().with_params(jax.tree.map(lambda x: x * jnp.nan, net().params))
+    with pytest.raises(FloatingPointError, match="NaN for text 0"):
+        dx.algorithms.diffusion.assd(broken, [TEXT], MASK)
 
 
 @pytest.mark.wide

@@ -65,11 +65,13 @@ class AnySubsetResult:
 
 @struct
 class _Filling(Struct):
-    """`tokens` `i32[B, N]`; `filled` and `rounds` `i32[B]`, numbers of filled gaps and of rounds."""
+    """`tokens` `i32[B, N]`; `filled` and `rounds` `i32[B]`, numbers of filled gaps and of rounds; `sound` `bool[B]`,
+    False for a text for which the model gave a NaN."""
 
     tokens: Array
     filled: Array
     rounds: Array
+    sound: Array
 
 
 @FUNCTIONS.register("algorithms.diffusion.assd", "Reviving Any-Subset Autoregressive Models with Principled Parallel "
@@ -91,6 +93,7 @@ def assd(lm: Loaded, texts: Sequence[Sequence[int]], mask: int | None = None, *,
 
     Raises:
         ValueError: no texts, an empty one, ids or numbers out of range, or a recurrent model.
+        FloatingPointError: the model's logits hold a NaN.
     """
     mask = int(lm.pad) if mask is None else mask        # type: ignore[attr-defined]
     if not texts or not all(map(len, texts)):
@@ -108,6 +111,8 @@ def assd(lm: Loaded, texts: Sequence[Sequence[int]], mask: int | None = None, *,
     require(lm.model.init_cache(1, 1), frozenset(("trees",)), "assd")
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(np.arange(len(texts)))
     done = _fill(lm.model, mask, min(length, ids.shape[1]), lm.params, jnp.asarray(ids), keys, jnp.float32(temperature))
+    if not (sound := np.asarray(done.sound)).all():
+        raise FloatingPointError(f"texts: the model's logits hold a NaN for text {int(sound.argmin())}")
     rows = np.asarray(done.tokens)
     return AnySubsetResult([row[:len(text)].tolist() for row, text in zip(rows, texts, strict=True)],
                            np.asarray(done.rounds))
@@ -122,7 +127,7 @@ def _fill(model: Any, mask: int, length: int, params: Any, ids: Array, keys: Arr
     place = jnp.argsort(~gaps, axis=1, stable=True).astype(jnp.int32)       # positions of gaps first, in order
     cache = model.init_cache(B, 0, params=params)
 
-    def scores(s: _Filling, tokens: Array, known: Array, asked: Array, limits: Array) -> Array:
+    def scores(tokens: Array, known: Array, asked: Array, limits: Array) -> Array:
         """Returns the probabilities of the asked tokens, `f32[B, K, V]`."""
         live = (ids >= 0) & (ranks <= known[:, None])
         out = model.apply(params, two_stream(jnp.maximum(tokens, 0), ranks, live, asked, limits, mask), cache)
@@ -136,12 +141,12 @@ def _fill(model: Any, mask: int, length: int, params: Any, ids: Array, keys: Arr
         number = s.filled[:, None] + index                      # from 0, of the asked gaps
         inside = number < count[:, None]
         asked = jnp.take_along_axis(place, jnp.minimum(number, N - 1), 1)
-        draft, coin, other = jax.vmap(lambda k, n: tuple(jax.random.split(jax.random.fold_in(k, n), 3)),
-                                      out_axes=0)(keys, s.filled)
-        q = scores(s, s.tokens, s.filled, asked, jnp.broadcast_to(s.filled[:, None] + 1, asked.shape))
+        draft, coin, other = jax.vmap(lambda k, n: tuple(jax.random.split(jax.random.fold_in(k, n), 3)))(
+            keys, s.filled)
+        q = scores(s.tokens, s.filled, asked, jnp.broadcast_to(s.filled[:, None] + 1, asked.shape))
         drawn = jax.vmap(jax.random.categorical)(draft, jnp.log(q)).astype(jnp.int32)
         tokens = s.tokens.at[rows, jnp.where(inside, asked, N)].set(drawn, mode="drop")
-        p = scores(s, tokens, s.filled + length, asked, number + 1)
+        p = scores(tokens, s.filled + length, asked, number + 1)
         of = lambda x: jnp.take_along_axis(x, drawn[..., None], 2)[..., 0]
         uniform = jax.vmap(lambda k: jax.random.uniform(k, (length,)))(coin)
         holds = (uniform * of(q) < of(p)) | (index == 0)        # the first one has the same distribution in both
@@ -156,7 +161,9 @@ def _fill(model: Any, mask: int, length: int, params: Any, ids: Array, keys: Arr
         new = accepted + rejected
         kept = index < new[:, None]
         return _Filling(tokens=s.tokens.at[rows, jnp.where(kept, asked, N)].set(value, mode="drop"),
-                        filled=s.filled + new, rounds=s.rounds + (s.filled < count))
+                        filled=s.filled + new, rounds=s.rounds + (s.filled < count),
+                        sound=s.sound & ~jnp.isnan(q + p).any((1, 2)))
 
     zero = jnp.zeros(B, jnp.int32)
-    return jax.lax.while_loop(lambda s: (s.filled < count).any(), one, _Filling(tokens=ids, filled=zero, rounds=zero))
+    return jax.lax.while_loop(lambda s: s.sound.all() & (s.filled < count).any(), one, _Filling(
+        tokens=ids, filled=zero, rounds=zero, sound=jnp.ones(B, bool)))

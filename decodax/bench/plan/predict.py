@@ -145,7 +145,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a trained drafter costs beside the model that it was trained for.
+    """The cost of a trained drafter, relative to that of its target.
 
     Attributes:
         share: bytes that a pass reads, its own weights and perhaps the model's vocabulary matrix, relative to those of

@@ -77,7 +77,7 @@ class NextBlock:
 def predicted(network: MaskPredictor, params: Tree, batch: Batch, place: Array, count: int,
               mask: int) -> tuple[Array, Array]:
     """Returns the drafter's logits `f32[B, K, V]` for the `count` tokens from `place` (`i32[B]`) on, given the tokens
-    before, and these tokens `i32[B, K]`, -1 behind the end of the text."""
+    before, and these tokens `i32[B, K]`, -1 after the end of the text."""
     source, size, tokens, length = batch
     cache = network.init_cache(tokens.shape[0], 0, params=params, inputs=EncoderText(tokens=source, length=size))
     out = network.apply(params, masked_block(tokens, place, count, mask), cache)

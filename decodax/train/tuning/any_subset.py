@@ -59,7 +59,7 @@ class AnySubsetLoss:
         tokens, learned = batch
         hidden = self.hidden(extra, learned & (tokens != self.mask))
         ranks = jnp.where(hidden, jnp.cumsum(hidden, 1), 0)
-        # nothing is known behind the end of an example
+        # no token is known after the end of an example
         live = jnp.flip(jnp.flip(learned, 1).astype(jnp.int32).cumsum(1), 1) > 0
         asked = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         out = self.network.apply(cast(params, self.dtype), two_stream(tokens, ranks, live, asked, ranks, self.mask),
