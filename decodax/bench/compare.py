@@ -24,7 +24,7 @@ from decodax.bench.plot import draw
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.algorithm import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
-from decodax.engine.result import Result, json_ready
+from decodax.engine.result import Result, Statistics, json_ready
 from decodax.front.generate import generate
 from decodax.io.load import LM
 
@@ -177,11 +177,11 @@ class Comparison:
                     for cell, rows in self.cells.items()}, self.setting())
 
 
-def _by_depth(stats: Sequence[Any], rounds: int) -> tuple[float, ...]:
+def _by_depth(stats: Sequence[Statistics]) -> tuple[float, ...]:
     """Returns the share of rounds in which at least 1, 2, ... drafts were accepted, up to the last that ever was."""
-    widest = max(s.histogram.shape[1] for s in stats)
-    counts = np.sum([np.pad(s.histogram.sum(0), (0, widest - s.histogram.shape[1])) for s in stats], 0)
-    return tuple(float(x) for x in np.trim_zeros(counts[::-1].cumsum()[::-1][2:], "b") / rounds)
+    shares = np.array([s.acceptance_per_position for s in stats])
+    many = np.array([s.rounds.sum() for s in stats])
+    return tuple(float(x) for x in np.trim_zeros(many @ shares / max(many.sum(), 1), "b"))
 
 
 def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str | Task] = tuple(TASKS),
@@ -350,7 +350,7 @@ class _Cell:
         length = 1 + total("accepted") / rounds
         row = dataclasses.replace(
             row, tokens=tokens, forwards=total("forwards"), mean_accepted_length=length,
-            tokens_per_forward=tokens / rounds, accepted_by_depth=_by_depth(stats, rounds),
+            tokens_per_forward=tokens / rounds, accepted_by_depth=_by_depth(stats),
             copied=float(np.mean([copied(p, n) for p, n in zip(self.prompts, new, strict=True)])),
             repeated=float(np.mean([copied(p, n, own=True) for p, n in zip(self.prompts, new, strict=True)])))
         if guarantee == "seed-exact" and name != PLAIN:
