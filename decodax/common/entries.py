@@ -144,7 +144,8 @@ class Entry:
     def example(self) -> str:
         """A call with the entry, as text, with "..." for options that have to be given. Empty if no slot takes the
         entry. A drafter that was trained for the model is the one that `scripts/train.py drafter` writes."""
-        needed = [f"{name}=..." for name, option in self.options.items() if not option.optional]
+        fitted = ("samples", "domains") if "samples" in self.needs else ()      # options that another one may replace
+        needed = [f"{name}=..." for name, option in self.options.items() if not option.optional or name in fitted]
         if self.slot == "weights":
             return f'dx.load("pycode", weights="{self.name}")'
         if self.slot not in EXAMPLES:
