@@ -139,12 +139,14 @@ class Batches:
         batch: number of windows in a batch.
         length: number of predicted tokens in a window.
         seed: seed of offsets and orders.
+        fixed: True if the windows of all epochs begin at multiples of `length`.
     """
 
     stream: np.ndarray
     batch: int
     length: int
     seed: int = 0
+    fixed: bool = False
 
     @property
     def per_epoch(self) -> int:
@@ -158,11 +160,19 @@ class Batches:
 
     def _starts(self, epoch: int) -> np.ndarray:
         rng = np.random.default_rng([self.seed, epoch])
-        return rng.integers(self.length) + self.length * rng.permutation(self.per_epoch)
+        offset = 0 if self.fixed else rng.integers(self.length)
+        return offset + self.length * rng.permutation(self.per_epoch)
 
-    def __getitem__(self, step: int) -> np.ndarray:
+    def starts(self, step: int) -> np.ndarray:
+        """Returns the first tokens of the windows of a step, `i64[batch]`."""
         first = step * self.batch
         rows = range(first, first + self.batch)
         epochs = {e: self._starts(e) for e in range(rows[0] // self.per_epoch, rows[-1] // self.per_epoch + 1)}
-        starts = np.asarray([epochs[row // self.per_epoch][row % self.per_epoch] for row in rows])
+        return np.asarray([epochs[row // self.per_epoch][row % self.per_epoch] for row in rows])
+
+    def windows(self, starts: np.ndarray) -> np.ndarray:
+        """Returns the windows `i32[B, length + 1]` that begin at `starts` (`i64[B]`)."""
         return self.stream[starts[:, None] + np.arange(self.length + 1)]
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        return self.windows(self.starts(step))

@@ -6,6 +6,7 @@ target's distribution at each position is what the drafter learns, so the text n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
+from rich.progress import track
 from tokenizers import Tokenizer
 
 import decodax as dx
@@ -32,9 +34,12 @@ from decodax.jobs.own_chats import write_chats
 from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.models.drafters.units import UnitHead, frequent_units
 from decodax.train import corpus, loop
-from decodax.train.drafting.blocks import block_acceptances
+from decodax.train.drafting.blocks import AnchoredBlocks, block_acceptances
+from decodax.train.drafting.falcon import Glanced
+from decodax.train.drafting.features import KeptFeatures
 from decodax.train.drafting.masked import TunedDraftModel
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
+from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
 from decodax.train.tuning import read_examples
@@ -58,6 +63,9 @@ PROMPTS, PROMPT, NEW = 16, 64, 96
 
 UNITS, LONGEST = 4096, 8
 """Words that a head of MuMo predicts, and the largest number of their tokens."""
+
+KEEPS = (Unrolled, AnchoredBlocks, Glanced, NextUnit)
+"""Losses of drafters that read the target's hidden states alone, which `--keep-features` keeps."""
 
 ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
 """The registry entry that takes the drafter of a method, where it has another name."""
@@ -193,8 +201,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     objective: Any = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype
                                   ) if draft is None else TunedDraftModel(
         lm.model, options.drafts or 8, options.loss or "hard", dtype=options.dtype, draft=draft.model, mask=mask)
-    batches = corpus.Batches(text.train, options.batch or 8, options.length or 256, options.seed)
-    windows = corpus.Batches(text.held, EVAL_WINDOWS, options.length or 256)[0][:, :-1]
+    rows, length = options.batch or 8, options.length or 256
+    batches: Any = corpus.Batches(text.train, rows, length, options.seed, options.keep_features)
+    if options.keep_features:
+        batches = kept_features(options, objective, batches, weights, console)
+    windows = corpus.Batches(text.held, EVAL_WINDOWS, length)[0][:, :-1]
     table = None if ids is None else jnp.asarray(ids)
 
     def accepted(params: Any) -> np.ndarray:
@@ -238,7 +249,23 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.params
     return Recipe(first, objective, lambda run: batches[run.step],
-                  lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: weights)
+                  lambda batch: rows * length, evaluate, finish, extra=lambda step: weights)
+
+
+def kept_features(options: Options, objective: Any, batches: corpus.Batches, weights: Any,
+                  console: Console) -> KeptFeatures:
+    """Returns the batches with the target's states, from a file of the output directory.
+
+    Raises:
+        ValueError: a drafter that reads more of the target, or the disk has no room.
+    """
+    if not isinstance(objective, KEEPS):
+        raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
+                         "states; takes False")
+    assert options.output is not None
+    own = hashlib.sha256(json.dumps(options.identity(), sort_keys=True).encode()).hexdigest()[:16]
+    return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,
+                        options.dtype, lambda steps, count: track(steps, "features", count, console=console))
 
 
 def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shape: Shape, temperature: float) -> float:

@@ -137,6 +137,9 @@ class Options:
                                     None, "drafter", metavar="N")
     widen: bool = _option("use arrays in place of the packed weights of the target, such as those of a GGUF file",
                           False, "drafter tune")
+    keep_features: bool = _option("run the target once over the text and keep what the drafter reads of it in OUTPUT, "
+                                  "for drafters that read its hidden states alone; the rows are then the same in every "
+                                  "epoch", False, "drafter")
     layer_dropout: float = _option("layerskip: largest probability of leaving out a layer, that of the last", 0.1,
                                    "tune")
     exit_scale: float = _option("layerskip: weight of early exits relative to the last layer", 0.2, "tune")

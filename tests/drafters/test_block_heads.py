@@ -24,7 +24,7 @@ from decodax.models.drafters.corrections import CandidateSelector, Markov, Prefi
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.stack import MedusaHead
 from decodax.train.drafting.blocks import AnchoredBlocks
-from decodax.train.drafting.unrolled import target_outputs
+from decodax.train.drafting.features import target_outputs
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES

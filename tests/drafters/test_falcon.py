@@ -15,7 +15,7 @@ from decodax.core import drivers
 from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.falcon import FalconHead
 from decodax.train.drafting.falcon import Glanced, blocks
-from decodax.train.drafting.unrolled import target_outputs
+from decodax.train.drafting.features import target_outputs
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.drafters.drafting import drafted_logits
 from tests.drafters.test_heads import MIXED, ONE, plain

@@ -19,7 +19,8 @@ from decodax.models.drafters.clover import CloverHead
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
-from decodax.train.drafting.unrolled import target_outputs, unrolled
+from decodax.train.drafting.features import target_outputs
+from decodax.train.drafting.unrolled import unrolled
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES

@@ -14,8 +14,8 @@ from decodax.algorithms.speculative.heads import HeadWeights, TrainedHead, draft
 from decodax.algorithms.speculative.heads.mumo import UnitCandidates
 from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.models.drafters.units import UnitHead
+from decodax.train.drafting.features import target_outputs
 from decodax.train.drafting.systems import first_weights, objective_of
-from decodax.train.drafting.unrolled import target_outputs
 from tests.drafters.test_heads import MIXED, plain
 from tests.laws.cases import VOCABULARY, decode, lm, model, prompts, start, texts
 

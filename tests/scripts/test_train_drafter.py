@@ -59,6 +59,19 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
     assert np.array_equal(out.tokens, plain.tokens)
 
 
+@pytest.mark.wide
+def test_features_that_are_kept_train_as_those_that_are_computed(options: Options, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = replace(options, keep_features=True, steps=4, decay_from=3, output=tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"^keep_features: got True for 'glide', which reads more of the target"):
+        program.train(replace(kept, system="glide", preset="glide", output=tmp_path / "other"), console=QUIET)
+    run = program.train(kept, console=QUIET)
+    monkeypatch.setattr("recipes.drafter.kept_features", lambda options, objective, batches, *more: batches)
+    computed = program.train(replace(kept, output=tmp_path / "computed"), console=QUIET)
+    for x, y in zip(jax.tree.leaves(run.params), jax.tree.leaves(computed.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_a_chat_and_what_the_target_answered_are_an_example(options: Options, tmp_path: Path) -> None:
     lm, ask = dx.load(options.target), [{"role": "user", "content": "Which?"}]
     chats = [{"messages": [*ask, {"role": "assistant", "content": f"This, {i}."}]} for i in range(19)]

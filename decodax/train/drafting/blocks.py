@@ -17,8 +17,9 @@ from jax import Array
 from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at, random_anchors
+from decodax.train.drafting.features import TargetStates, read_batch
 from decodax.train.drafting.losses import loss_of
-from decodax.train.drafting.unrolled import acceptance, restricted, table_of, target_outputs
+from decodax.train.drafting.unrolled import acceptance, restricted, table_of
 from decodax.train.loop import cast
 
 Tree = Any
@@ -55,17 +56,17 @@ class AnchoredBlocks:
         """Number of drafts of a block."""
         return self.head.longest
 
-    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss, a mean over drafts, and scalars to log: "loss", and the acceptance at each depth.
 
         Args:
             params: the head's weights.
-            batch: `i32[B, T + 1]`; the last token is not used.
+            batch: `i32[B, T + 1]`, or the target's states of it; the last token is not used.
             extra: the target's weights.
         """
-        tokens = batch[:, :-1]
+        tokens, target, features = read_batch(self.target, self.head, extra, batch, self.dtype)
+        tokens = tokens[:, :-1]
         B, T = tokens.shape
-        target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
         usable = jnp.broadcast_to((jnp.arange(T) >= 1) & (jnp.arange(T) < T - 1), (B, T))
         anchors, begun = random_anchors(key_of(tokens), usable, self.anchors)
         weights = jax.lax.stop_gradient(extra)

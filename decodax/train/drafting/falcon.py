@@ -19,8 +19,9 @@ from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import Weights
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.features import TargetStates, read_batch
 from decodax.train.drafting.losses import loss_of
-from decodax.train.drafting.unrolled import acceptance, smooth_l1, target_outputs
+from decodax.train.drafting.unrolled import acceptance, smooth_l1
 from decodax.train.loop import cast
 
 Tree = Any
@@ -54,17 +55,17 @@ class Glanced:
         """Number of tokens of a block."""
         return self.head.block
 
-    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log: "loss", and the acceptance at each place in a block.
 
         Args:
             params: the head's weights.
-            batch: `i32[B, T + 1]`; the last token is not used.
+            batch: `i32[B, T + 1]`, or the target's states of it; the last token is not used.
             extra: the target's weights.
         """
-        tokens, k = batch[:, :-1], self.head.block
+        tokens, target, features = read_batch(self.target, self.head, extra, batch, self.dtype)
+        tokens, k = tokens[:, :-1], self.head.block
         T = tokens.shape[1]
-        target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
         weights, own = jax.lax.stop_gradient(extra), cast(params, self.dtype)
         embed = lambda x: embeddings(self.target, weights, x).astype(features.dtype)
         project = lambda x: logits_of(self.target, weights, x)

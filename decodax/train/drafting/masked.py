@@ -22,9 +22,10 @@ from decodax.core.types import embeddings, logits_of
 from decodax.core.window import Window, causal
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.features import target_outputs
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.prompt_tokens import beside
-from decodax.train.drafting.unrolled import acceptance, restricted, table_of, target_outputs
+from decodax.train.drafting.unrolled import acceptance, restricted, table_of
 from decodax.train.loop import cast
 
 Tree = Any

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.models.drafters.units import UnitHead
-from decodax.train.drafting.unrolled import target_outputs
+from decodax.train.drafting.features import TargetStates, read_batch
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
 
@@ -43,7 +43,7 @@ class NextUnit:
         """Largest number of drafts."""
         return self.head.heads
 
-    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss, a mean over positions with a unit, and scalars to log: "loss", and for each draft the share
         that are the text's, if those before are, "accepted_1" and so on.
 
@@ -51,21 +51,21 @@ class NextUnit:
 
         Args:
             params: the head's weights.
-            batch: `i32[B, T + 1]`.
+            batch: `i32[B, T + 1]`, or the target's states of it.
             extra: the target's weights.
         """
         units = jnp.asarray(self.units, jnp.int32)
-        _, features = target_outputs(self.target, self.head, extra, batch[:, :-1], self.dtype)
+        tokens, _, features = read_batch(self.target, self.head, extra, batch, self.dtype)
         logits = self.head.logits(cast(params, self.dtype), features.astype(self.dtype), 0, lambda hidden: hidden)
-        labels = units_at(units, batch[:, 1:])
+        labels = units_at(units, tokens[:, 1:])
         known = labels >= 0
         many = jnp.maximum(known.sum(), 1)
         loss = jnp.where(known, cross_entropy(logits, jnp.maximum(labels, 0)), 0).sum() / many
-        begins = units[:, 0] == batch[:, 1:, None]
+        begins = units[:, 0] == tokens[:, 1:, None]
         best = units[jnp.where(begins, logits, -jnp.inf).argmax(-1)]                    # [B, T, L]
         scalars, before = {}, known & begins.any(-1)
         for j in range(1, self.head.heads + 1):
-            text = jnp.pad(batch[:, 1 + j:], ((0, 0), (0, j)), constant_values=-2)
+            text = jnp.pad(tokens[:, 1 + j:], ((0, 0), (0, j)), constant_values=-2)
             drafted = before & (best[:, :, j] >= 0)
             before = drafted & (best[:, :, j] == text)
             scalars[f"accepted_{j}"] = before.sum() / jnp.maximum(drafted.sum(), 1)

@@ -17,9 +17,9 @@ import numpy as np
 from jax import Array
 
 from decodax.core.types import embeddings, logits_of
-from decodax.core.window import causal
 from decodax.models.drafters.head import DraftHead
 from decodax.pallas_kernels.window_attention import window_attention_lse
+from decodax.train.drafting.features import TargetStates, read_batch, target_outputs
 from decodax.train.drafting.losses import loss_of, overlap_of
 from decodax.train.loop import cast
 
@@ -51,16 +51,16 @@ class Unrolled:
     ids: tuple[int, ...] | None = None
     dtype: str = "float32"
 
-    def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log: "loss", and the acceptance at each depth.
 
         Args:
             params: the head's weights.
-            batch: `i32[B, T + 1]`; the last token is not used.
+            batch: `i32[B, T + 1]`, or the target's states of it; the last token is not used.
             extra: the target's weights.
         """
-        tokens = batch[:, :-1]
-        target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
+        tokens, target, features = read_batch(self.target, self.head, extra, batch, self.dtype)
+        tokens = tokens[:, :-1]
         steps = unrolled(self.target, self.head, cast(params, self.dtype), extra, tokens, features, self.steps)
         total, weights, scalars = jnp.float32(0), 0.0, {}
         for j, (logits, hidden) in enumerate(steps):
@@ -116,14 +116,6 @@ def acceptance(target: Array, logits: Array, ids: Array | None = None) -> Array:
     if ids is None:
         return overlap_of(target, logits)
     return jnp.minimum(jax.nn.softmax(target)[..., ids], jax.nn.softmax(logits)).sum(-1)
-
-
-def target_outputs(target: Any, head: DraftHead, weights: Tree, tokens: Array, dtype: str) -> tuple[Array, Array]:
-    """Returns the target's logits `f32[B, T, V]` and the features `f[B, T, F]` of a text `i32[B, T]`, without
-    gradients."""
-    window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
-    out = target.apply(cast(weights, dtype), window, target.init_cache(tokens.shape[0], 0))
-    return jax.lax.stop_gradient((out.logits(), head.features(out.hidden, out.layers)))
 
 
 def unrolled(target: Any, head: DraftHead, params: Tree, weights: Tree, tokens: Array, features: Array,
