@@ -203,22 +203,22 @@ def best(rows: Sequence[Measured], mode: str, removed: float, count: int = 3) ->
     return sorted(found, key=lambda policy: -found[policy])[:count]
 
 
-def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Returns title, columns and rows of each table."""
-    found, out = means(rows), []
-    for mode in dict.fromkeys(row.mode for row in rows):
-        shares = sorted({share for _, share, _ in found if share is not None})
-        cell = lambda key: (f"{100 * found[key][0]:.1f} ± {100 * found[key][1]:.1f} ({found[key][2]:.2f})"
-                            if key in found else "")
-        lines = [[policy, cell((policy, None, mode)), *(cell((policy, share, mode)) for share in shares)]
-                 for policy in dict.fromkeys(row.policy for row in rows)]
-        for share in shares:
-            title = f"best at {share:.0%} removed"
-            lines.append([title, *[""] * (1 + shares.index(share)), ", ".join(best(rows, mode, share)),
-                          *[""] * (len(shares) - 1 - shares.index(share))])
-        out.append((f"{mode}: right answers in percent (bytes kept)",
-                    ["policy", "its own size", *(f"{share:.0%} removed" for share in shares)], lines))
-    return out
+def table(rows: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Returns columns and rows of the table: right answers in percent, by mode, and the bytes kept."""
+    found, modes = means(rows), list(dict.fromkeys(row.mode for row in rows))
+    shares = sorted({share for _, share, _ in found if share is not None})
+
+    def cell(policy: str, share: float | None) -> str:
+        own = [found[policy, share, mode] for mode in modes if (policy, share, mode) in found]
+        right = ", ".join(f"{100 * mean:.1f}±{100 * spread:.1f}" for mean, spread, _ in own)
+        return f"{right} ({own[0][2]:.2f})" if own else ""
+
+    lines = [[policy, *(cell(policy, share) for share in (None, *shares))]
+             for policy in dict.fromkeys(row.policy for row in rows)]
+    for i, share in enumerate(shares):
+        named = "; ".join(", ".join(best(rows, mode, share)) for mode in modes)
+        lines.append([f"best at {share:.0%} removed", *[""] * (1 + i), named, *[""] * (len(shares) - 1 - i)])
+    return ["policy", "its own size", *(f"{share:.0%} removed" for share in shares)], lines
 
 
 def main(args: argparse.Namespace) -> None:
@@ -263,10 +263,10 @@ def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: s
 
 
 def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> None:
-    """Prints the tables, and writes and draws what is asked for."""
+    """Prints the table, and writes and draws what is asked for."""
     print(f"    {command}\n\n{setting}.\n" if args.markdown else setting)
-    for title, head, lines in tables(rows):
-        show_table(head, lines, title, args.markdown)
+    modes = ", ".join(dict.fromkeys(row.mode for row in rows))
+    show_table(*table(rows), f"right answers in percent, {modes} (bytes kept)", args.markdown)
     _write(args.json, rows, setting, command)
     if args.plot:
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
