@@ -10,8 +10,8 @@ Activations are quantized when they are multiplied: to -127 to 127, by the large
 integers, which is exact, and is scaled afterwards.
 
 Scales and codes are those of the authors' quantizer, deepcompressor, with rounding to nearest; scales of rows are not
-rounded to float16. `read_tensors` reads their checkpoints in the order of OmniServe. `rotated` spreads outliers of a few
-inputs over all of them, before weights are packed. Not implemented: GPTQ, smoothing, reordering, the search for ranges.
+rounded to float16. `read_tensors` reads their checkpoints in the order of OmniServe. `rotated` spreads outliers of few
+inputs over all, before weights are packed. Not implemented: GPTQ, smoothing, reordering, the search for ranges.
 """
 
 from __future__ import annotations

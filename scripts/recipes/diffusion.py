@@ -22,18 +22,19 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from decodax.bench.problems import puzzles as problems
 from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.load import ZOO, find
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train import corpus
 from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
+from decodax.train.export import publish
 from decodax.train.language_model import token_bytes
 from decodax.train.loop import TrainingRun
 from decodax.train.sdlm import NextSequence
-from recipes import problems
 from recipes.options import Options
-from recipes.run import Recipe, publish
+from recipes.run import Recipe
 
 HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
 EVAL_WINDOWS, SHIPPED_WINDOWS = 48, 512
@@ -288,7 +289,7 @@ def facts_of(options: Options, held_out: Mapping[str, float]) -> dict[str, Any]:
     text = options.settings.text
     data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
     return {"stage": options.stage, "init": options.init and Path(options.init).name,
-            "data": data if text else "problems made by scripts/recipes/problems.py",
+            "data": data if text else "problems made by decodax/bench/problems/puzzles.py",
             "held_out": {k: round(v, 4) for k, v in held_out.items()},
             "held_out_each": SHIPPED_WINDOWS if text else HELD_OUT_SHIPPED,
             "optimizer": {"muon": "Muon", "adamw": "AdamW"}[options.optimizer or "adamw"]}

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
-from evaluations.search import METHODS, Verifier, last
-from recipes import sums
+from decodax.bench.problems import sums
+from decodax.bench.searches import METHODS, StepVerifier, last
+from recipes import sums as recipe
 from recipes.options import Options
 from recipes.run import train
 
@@ -29,19 +30,19 @@ def test_problems_are_right_different_and_held_out() -> None:
         assert sums.right_steps(p, p.answer) == (6, 6)
         assert sums.right_steps(p, p.answer[:12]) == (1, 1)
         assert sums.right_steps(p, "x" + p.answer[1:]) == (0, 6)
-    tokens, answers = sums.training_batch(8, 0, 3)
-    again = sums.training_batch(8, 0, 3)
-    assert (tokens == again[0]).all() and answers.any(1).all() and tokens.shape == (8, sums.LENGTH)
+    tokens, answers = recipe.training_batch(8, 0, 3)
+    again = recipe.training_batch(8, 0, 3)
+    assert (tokens == again[0]).all() and answers.any(1).all() and tokens.shape == (8, recipe.LENGTH)
     longest = max((sums.draw(sums.LONGEST, random.Random(0)) for _ in range(3)), key=lambda p: len(p.prompt + p.answer))
-    assert len(sums.encode(longest.prompt + longest.answer)) + 1 == sums.LENGTH
+    assert len(sums.encode(longest.prompt + longest.answer)) + 1 == recipe.LENGTH
 
 
 def test_a_verifier_errs_as_often_as_it_says() -> None:
     found = sums.problems(200, 4)
-    judge = Verifier(found, 0.1)
+    judge = StepVerifier(found, 0.1)
     said = [judge(p.prompt, [p.answer])[0] for p in found]
     assert 5 < said.count(0.1) < 40 and said == [judge(p.prompt, [p.answer])[0] for p in found]
-    assert Verifier(found, 0.0)(found[0].prompt, [found[0].answer, "00+00=01\n"]) == [0.9, 0.1]
+    assert StepVerifier(found, 0.0)(found[0].prompt, [found[0].answer, "00+00=01\n"]) == [0.9, 0.1]
 
 
 @pytest.mark.full

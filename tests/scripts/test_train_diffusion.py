@@ -16,11 +16,12 @@ import train
 
 import decodax as dx
 from decodax.algorithms.diffusion import MaskedDiffusion
+from decodax.bench.problems import puzzles as problems
 from decodax.common.registry import ALGORITHMS
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train import loop
 from decodax.train import masked_diffusion as dt
-from recipes import diffusion, problems
+from recipes import diffusion
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from tests.matrix import often

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-import decodax as dx
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
+from decodax.io.quantize import save
 from decodax.train.language_model import token_losses
 from decodax.train.tuning import (
     AnySubsetLoss,
@@ -58,7 +58,7 @@ class Tuned:
 
     def write(self, target: Path, shipped: Any) -> None:
         """Writes the weights into a directory."""
-        dx.save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+        save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
 
 
 class TunedAnySubset(Tuned):

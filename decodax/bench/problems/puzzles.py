@@ -3,7 +3,7 @@
 The problems follow ParallelBench (Kang et al. 2025): operations on lists, arithmetic, brackets and 4x4 sudoku. In some,
 each token of the answer follows from the prompt by itself (copy). In others, the tokens depend on one another: in
 another order of a list every element is equally likely at every place, so tokens that are drawn at once repeat. The
-shipped `tasks-diffusion` is trained on them by `scripts/train.py diffusion`; `scripts/evaluate.py` measures with them.
+shipped `tasks-diffusion` is trained on them.
 
 A seed alone decides what the problems are. One in `HELD_OUT` of all prompts, by a checksum of the prompt, is kept from
 training.
