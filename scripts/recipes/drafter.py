@@ -33,10 +33,10 @@ from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.texts import UNITS, Text, examples, source_code, units_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
+from decodax.train.tuning.tuned import checked
 from recipes import next_block
 from recipes.options import Options
 from recipes.run import Recipe, target_of
-from recipes.tune import checked
 
 EVAL_WINDOWS, TOGETHER = 24, 8
 """Held-out windows of an evaluation, and those that are evaluated together: the logits of a large vocabulary take

@@ -5,7 +5,6 @@ decoding (Deng and Rush, 2020).
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,14 @@ from decodax.bench.figures import markdown_table
 from decodax.bench.problems.numerals import (
     ANSWER,
     BARRIER,
-    DIGITS,
     END,
     ID,
+    LENGTH,
     PAD,
     VOCABULARY,
-    draw,
-    held_out,
     problems,
     right,
-    variants,
-    words,
+    training_batch,
 )
 from decodax.models import Transformer
 from decodax.models.families import read_config
@@ -41,8 +37,6 @@ from decodax.train.language_model import cross_entropy
 from recipes.options import Options
 from recipes.run import Recipe
 
-LENGTH = DIGITS + 1 + ANSWER
-"""Tokens of a row: a prompt, a barrier before the answer, and the answer without its last token."""
 ROWS, BLOCK, KEEP = 64, 5, 8
 """Rows of a training step, tokens between barriers at most, and survivors of a cascade."""
 
@@ -52,33 +46,6 @@ INTRODUCTION = f"""A small Llama-shaped Markov transformer that writes numbers i
 decoding (Deng and Rush, 2020): behind a barrier, `{BARRIER}`, it sees the number and the words since the barrier, up to
 {BLOCK - 1} of them, and nothing else. Each number can be written in several ways, all equally likely, which must not be
 mixed. Its language is that of `decodax/bench/problems/numerals.py`."""
-
-
-def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
-    """Returns the texts of a training step under random barriers.
-
-    A barrier precedes the answer. In three quarters of the rows a barrier also replaces every `block`-th token of the
-    answer, from a random one on; tokens after it do not see those before it, except the prompt. So all Markov orders
-    below `block` are trained. The other rows have no more barriers. Returns tokens, block numbers with 0 for the
-    prompt, next tokens (each `i32[rows, LENGTH]`), and True where these count in the loss (`bool[rows, LENGTH]`).
-    """
-    rng = random.Random(f"train {seed} {step}")
-    tokens, blocks, targets = (np.zeros((rows, LENGTH), np.int32) for _ in range(3))
-    counts = np.zeros((rows, LENGTH), bool)
-    for i in range(rows):
-        while held_out(number := draw(rng)):
-            pass
-        prompt = [ID[c] for c in f"{number}="]
-        answer = [*words(rng.choice(variants(number))), ID[END]]
-        offset, cut = rng.randrange(block), rng.random() < 0.75
-        begins = [j == 0 or (cut and j % block == offset) for j in range(len(answer))]
-        at = slice(len(prompt), len(prompt) + len(answer))
-        tokens[i, :len(prompt)] = prompt
-        tokens[i, at] = [ID[BARRIER] if begin else before for begin, before in zip(begins, [0, *answer], strict=False)]
-        blocks[i, len(prompt):] = ANSWER + 1
-        blocks[i, at] = np.cumsum(begins)
-        targets[i, at], counts[i, at] = answer, True
-    return tokens, blocks, targets, counts
 
 
 def tokenizer() -> Tokenizer:

@@ -10,7 +10,6 @@ tokens pass before anything is recalled.
 from __future__ import annotations
 
 import itertools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,15 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from decodax.bench.figures import markdown_table
-from decodax.bench.problems.recall import CLOSE, END, ID, PAD, TASKS, VOCABULARY, Scattered, problems
+from decodax.bench.problems.recall import (
+    END,
+    ID,
+    PAD,
+    TASKS,
+    VOCABULARY,
+    problems,
+    training_batch,
+)
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
@@ -45,48 +52,6 @@ INTRODUCTION = """A small Qwen2-shaped model that answers questions on long text
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer of whole words."""
     return word_tokenizer(ID, [PAD, END])
-
-
-def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a text followed by questions, `i32[length + 1]`, and True for those of answers,
-    `bool[length + 1]`."""
-    text = Scattered(rng)
-    share = rng.uniform(0.4, 0.85)              # of the text before the questions
-    dense = rng.random() ** 2 * 0.9             # of that, facts
-    weights = [rng.random() ** 2 for _ in TASKS]
-    while not text.chains or (text.size < dense * share * length and len(text.names) > 4):
-        text.add(rng.choices(TASKS, weights)[0])
-    words = text.strewn(max(int(share * length), text.size))
-    answers = [False] * len(words)
-    while len(words) <= length:
-        asked = rng.choice(text.questions)
-        question, answer = asked.question.split(), asked.answer.split()
-        words += [*question, *answer, END]
-        answers += [False] * len(question) + [True] * (len(answer) + 1)
-    return (np.array([ID[word] for word in words[:length + 1]], np.int32), np.array(answers[:length + 1]))
-
-
-def repeating_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random words in which spans of 3 to 11 repeat after gaps of any length, for the first stage. The answers
-    are the repeated spans without their first words."""
-    words, answers = list[int](), list[bool]()
-    while len(words) <= length:
-        count = rng.randint(3, 11)
-        if again := len(words) > 6 and rng.random() < 0.5:
-            start = rng.randrange(max(1, len(words) - count))
-            words += words[start:start + count]
-        else:
-            words += [rng.randrange(ID[CLOSE] + 1, len(VOCABULARY)) for _ in range(count)]
-        answers += [False] + [again] * (len(words) - len(answers) - 1)
-    return np.array(words[:length + 1], np.int32), np.array(answers[:length + 1])
-
-
-def training_batch(rows: int, length: int, seed: int, step: int, spans: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the batch of a step, `i32[rows, length + 1]` and `bool[rows, length + 1]`: see `training_text`, or with
-    `spans` `repeating_text`."""
-    text = repeating_text if spans else training_text
-    texts = [text(length, random.Random(f"train {seed} {step} {row}")) for row in range(rows)]
-    return np.stack([tokens for tokens, _ in texts]), np.stack([answers for _, answers in texts])
 
 
 def stage(step: int, longest: int) -> tuple[int, int, bool]:

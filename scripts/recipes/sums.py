@@ -4,7 +4,6 @@ on it (`scripts/evaluate.py search`).
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,16 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from decodax.bench.problems.sums import END, ID, LONGEST, PAD, VOCABULARY, draw_new, encode, problems
+from decodax.bench.problems.sums import (
+    END,
+    ID,
+    LENGTH,
+    PAD,
+    VOCABULARY,
+    encode,
+    problems,
+    training_batch,
+)
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
@@ -21,8 +29,6 @@ from decodax.train.language_model import WeightedAnswers, likeliest
 from recipes.options import Options
 from recipes.run import Recipe
 
-LENGTH = 3 * LONGEST + 1 + 9 * (LONGEST - 1) + 3
-"""Tokens of the longest problem with its answer."""
 ROWS, NUMBERS = 64, 6
 """Rows of a training step, and the count of numbers of the sums that are measured."""
 
@@ -31,18 +37,6 @@ CONFIG = llama_config(len(VOCABULARY))
 INTRODUCTION = """A small Llama-shaped model that works out sums step by step, and errs now and then. It is made to
 measure what samples, votes and searches make of a model that is right at most steps: `python scripts/evaluate.py
 search`. Its language is that of `decodax/bench/problems/sums.py`."""
-
-
-def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the texts of a training step, `i32[rows, LENGTH]`, and True for tokens of answers."""
-    rng = random.Random(f"train {seed} {step}")
-    tokens, answers = np.zeros((rows, LENGTH), np.int32), np.zeros((rows, LENGTH), bool)
-    for i in range(rows):
-        problem = draw_new(rng)
-        prompt, answer = encode(problem.prompt), [*encode(problem.answer), ID[END]]
-        tokens[i, :len(prompt) + len(answer)] = prompt + answer
-        answers[i, len(prompt):len(prompt) + len(answer)] = True
-    return tokens, answers
 
 
 def tokenizer() -> Tokenizer:

@@ -30,7 +30,7 @@ def test_numbers_are_written_in_all_ways_and_held_out() -> None:
 
 
 def test_a_training_batch_has_barriers_in_place_of_tokens() -> None:
-    tokens, blocks, targets, counts = recipe.training_batch(64, 5, 0, 1)
+    tokens, blocks, targets, counts = numerals.training_batch(64, 5, 0, 1)
     for row, block, target, count in zip(tokens, blocks, targets, counts, strict=True):
         start = int(count.argmax())
         answer = target[count]
@@ -48,7 +48,7 @@ def test_a_training_batch_has_barriers_in_place_of_tokens() -> None:
 def test_training_reads_what_a_cascade_reads() -> None:
     """The loss of a row with barriers is that of its blocks, each read behind the prompt by itself."""
     lm = dx.load("numerals")
-    batch = recipe.training_batch(4, 5, 0, 2)
+    batch = numerals.training_batch(4, 5, 0, 2)
     loss = float(recipe.MarkovObjective(lm.model)(lm.params, batch, None)[0])      # type: ignore[arg-type]
     total = count = 0.0
     for tokens, blocks, targets, counts in zip(*batch, strict=True):

@@ -48,8 +48,8 @@ def test_problems_and_batches_repeat_and_differ_by_seed() -> None:
     problems = [recall.problems("copy", 3, 100, seed) for seed in (1, 1, 2)]
     assert problems[0] == problems[1] != problems[2]
     for spans in (False, True):
-        tokens, answers = recipe.training_batch(2, 128, 0, 5, spans)
-        again, _ = recipe.training_batch(2, 128, 0, 5, spans)
+        tokens, answers = recall.training_batch(2, 128, 0, 5, spans)
+        again, _ = recall.training_batch(2, 128, 0, 5, spans)
         assert tokens.shape == answers.shape == (2, 129) and answers.any(1).all() and (tokens == again).all()
     with pytest.raises(ValueError, match=r"^length: got 12, takes at least 19 for copy"):
         recall.problems("copy", 1, 12)

@@ -11,7 +11,6 @@ from rich.console import Console
 import decodax as dx
 from decodax.bench.problems import sums
 from decodax.bench.searches import METHODS, StepVerifier, last
-from recipes import sums as recipe
 from recipes.options import Options
 from recipes.run import train
 
@@ -30,11 +29,11 @@ def test_problems_are_right_different_and_held_out() -> None:
         assert sums.right_steps(p, p.answer) == (6, 6)
         assert sums.right_steps(p, p.answer[:12]) == (1, 1)
         assert sums.right_steps(p, "x" + p.answer[1:]) == (0, 6)
-    tokens, answers = recipe.training_batch(8, 0, 3)
-    again = recipe.training_batch(8, 0, 3)
-    assert (tokens == again[0]).all() and answers.any(1).all() and tokens.shape == (8, recipe.LENGTH)
+    tokens, answers = sums.training_batch(8, 0, 3)
+    again = sums.training_batch(8, 0, 3)
+    assert (tokens == again[0]).all() and answers.any(1).all() and tokens.shape == (8, sums.LENGTH)
     longest = max((sums.draw(sums.LONGEST, random.Random(0)) for _ in range(3)), key=lambda p: len(p.prompt + p.answer))
-    assert len(sums.encode(longest.prompt + longest.answer)) + 1 == recipe.LENGTH
+    assert len(sums.encode(longest.prompt + longest.answer)) + 1 == sums.LENGTH
 
 
 def test_a_verifier_errs_as_often_as_it_says() -> None:

@@ -20,6 +20,8 @@ import itertools
 import random
 import zlib
 
+import numpy as np
+
 END, PAD, BARRIER = "<|end|>", "<|pad|>", "<|barrier|>"
 SMALL = ("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
          "eighteen nineteen").split()
@@ -87,3 +89,34 @@ def problems(count: int, seed: int = 0, digits: int | None = None) -> list[int]:
 
 words = lambda text: [ID[f" {word}"] for word in text.split()]
 """Returns the tokens of an answer, without its end."""
+
+
+LENGTH = DIGITS + 1 + ANSWER
+"""Tokens of a row: a prompt, a barrier before the answer, and the answer without its last token."""
+
+
+def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
+    """Returns the texts of a training step under random barriers.
+
+    A barrier precedes the answer. In three quarters of the rows a barrier also replaces every `block`-th token of the
+    answer, from a random one on; tokens after it do not see those before it, except the prompt. So all Markov orders
+    below `block` are trained. The other rows have no more barriers. Returns tokens, block numbers with 0 for the
+    prompt, next tokens (each `i32[rows, LENGTH]`), and True where these count in the loss (`bool[rows, LENGTH]`).
+    """
+    rng = random.Random(f"train {seed} {step}")
+    tokens, blocks, targets = (np.zeros((rows, LENGTH), np.int32) for _ in range(3))
+    counts = np.zeros((rows, LENGTH), bool)
+    for i in range(rows):
+        while held_out(number := draw(rng)):
+            pass
+        prompt = [ID[c] for c in f"{number}="]
+        answer = [*words(rng.choice(variants(number))), ID[END]]
+        offset, cut = rng.randrange(block), rng.random() < 0.75
+        begins = [j == 0 or (cut and j % block == offset) for j in range(len(answer))]
+        at = slice(len(prompt), len(prompt) + len(answer))
+        tokens[i, :len(prompt)] = prompt
+        tokens[i, at] = [ID[BARRIER] if begin else before for begin, before in zip(begins, [0, *answer], strict=False)]
+        blocks[i, len(prompt):] = ANSWER + 1
+        blocks[i, at] = np.cumsum(begins)
+        targets[i, at], counts[i, at] = answer, True
+    return tokens, blocks, targets, counts

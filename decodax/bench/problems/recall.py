@@ -23,6 +23,8 @@ import itertools
 import random
 from typing import NamedTuple
 
+import numpy as np
+
 SYLLABLES = [c + v for c in "bdfgklmn" for v in "aeio"]
 NUMBERS = [f"{n:02}" for n in range(100)]
 WORDS = """the a of and in to was he she it that on with his her for at by from they were said which had not but we you
@@ -145,3 +147,45 @@ def problems(task: str, count: int, length: int, seed: int = 0) -> list[RecallPr
             raise ValueError(f"length: got {length}, takes at least {text.size} for {task}")
         out.append(RecallProblem(*text.questions[0], " ".join(text.strewn(length))))
     return out
+
+
+def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a text followed by questions, `i32[length + 1]`, and True for those of answers,
+    `bool[length + 1]`."""
+    text = Scattered(rng)
+    share = rng.uniform(0.4, 0.85)              # of the text before the questions
+    dense = rng.random() ** 2 * 0.9             # of that, facts
+    weights = [rng.random() ** 2 for _ in TASKS]
+    while not text.chains or (text.size < dense * share * length and len(text.names) > 4):
+        text.add(rng.choices(TASKS, weights)[0])
+    words = text.strewn(max(int(share * length), text.size))
+    answers = [False] * len(words)
+    while len(words) <= length:
+        asked = rng.choice(text.questions)
+        question, answer = asked.question.split(), asked.answer.split()
+        words += [*question, *answer, END]
+        answers += [False] * len(question) + [True] * (len(answer) + 1)
+    return (np.array([ID[word] for word in words[:length + 1]], np.int32), np.array(answers[:length + 1]))
+
+
+def repeating_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """Returns random words in which spans of 3 to 11 repeat after gaps of any length, for the first stage. The answers
+    are the repeated spans without their first words."""
+    words, answers = list[int](), list[bool]()
+    while len(words) <= length:
+        count = rng.randint(3, 11)
+        if again := len(words) > 6 and rng.random() < 0.5:
+            start = rng.randrange(max(1, len(words) - count))
+            words += words[start:start + count]
+        else:
+            words += [rng.randrange(ID[CLOSE] + 1, len(VOCABULARY)) for _ in range(count)]
+        answers += [False] + [again] * (len(words) - len(answers) - 1)
+    return np.array(words[:length + 1], np.int32), np.array(answers[:length + 1])
+
+
+def training_batch(rows: int, length: int, seed: int, step: int, spans: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the batch of a step, `i32[rows, length + 1]` and `bool[rows, length + 1]`: see `training_text`, or with
+    `spans` `repeating_text`."""
+    text = repeating_text if spans else training_text
+    texts = [text(length, random.Random(f"train {seed} {step} {row}")) for row in range(rows)]
+    return np.stack([tokens for tokens, _ in texts]), np.stack([answers for _, answers in texts])

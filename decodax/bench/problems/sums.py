@@ -25,6 +25,8 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 END, PAD = "<|end|>", "<|pad|>"
 VOCABULARY = [PAD, END, *"0123456789+-*=\n"]
 ID = {word: i for i, word in enumerate(VOCABULARY)}
@@ -77,7 +79,7 @@ def draw_new(rng: random.Random, numbers: int | None = None) -> Sum:
 
 def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
     """Returns held-out problems, all different."""
-    rng, found = random.Random(f"sums {numbers} {seed}"), {}
+    rng, found = random.Random(f"sums {numbers} {seed}"), dict[str, Sum]()
     while len(found) < count:
         problem = draw(numbers, rng)
         if held_out(problem.prompt):
@@ -95,3 +97,19 @@ def right_steps(problem: Sum, text: str) -> tuple[int, int]:
 
 
 encode = lambda text: [ID[c] for c in text]
+
+
+LENGTH = 3 * LONGEST + 1 + 9 * (LONGEST - 1) + 3
+"""Tokens of the longest problem with its answer."""
+
+
+def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the texts of a training step, `i32[rows, LENGTH]`, and True for tokens of answers."""
+    rng = random.Random(f"train {seed} {step}")
+    tokens, answers = np.zeros((rows, LENGTH), np.int32), np.zeros((rows, LENGTH), bool)
+    for i in range(rows):
+        problem = draw_new(rng)
+        prompt, answer = encode(problem.prompt), [*encode(problem.answer), ID[END]]
+        tokens[i, :len(prompt) + len(answer)] = prompt + answer
+        answers[i, len(prompt):len(prompt) + len(answer)] = True
+    return tokens, answers
