@@ -18,7 +18,7 @@ from decodax.front.generate import generate
 
 
 class SearchFigures(NamedTuple):
-    """A method with a number of rows: share of right answers to `problems` problems, mean number of tokens generated for a
+    """A method with a number of rows: share of right answers to `problems`, mean number of tokens generated for a
     problem, and seconds of the whole run."""
 
     method: str

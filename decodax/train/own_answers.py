@@ -40,7 +40,7 @@ def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: i
     first = rng.integers((length - canvas + 1) // 2, length - canvas + 1, size=count)[:, None]
     place = np.arange(length)
     live = place < first + canvas
-    return Batch(np.where(live, tokens, 0).astype(np.int32), (place >= first) & live, live)
+    return Batch(np.where(live, tokens, 0).astype(np.int32), (place >= first) & live, live)       # type: ignore[arg-type]
 
 
 def chosen(rows: Any, count: int, seed: int, step: int) -> Any:

@@ -247,7 +247,7 @@ def rows_of(found: Sequence[Problem]) -> Batch:
         end = len(prompt) + CANVAS
         tokens[i, :len(prompt) + len(reply)] = prompt + reply
         answer[i, len(prompt):end] = live[i, :end] = True
-    return Batch(tokens, answer, live)     # the end token is 0
+    return Batch(tokens, answer, live)       # type: ignore[arg-type]  # the end token is 0
 
 
 def problem_batch(count: int, seed: int, step: int, weights: Sequence[str] = ()) -> Batch:
