@@ -8,6 +8,12 @@
 
 Each returns the configuration of another network. `linearized` keeps a decoder's weights and adds to them
 (`linear_weights`); `docs/usage/models.md` shows how much quality is lost without training.
+
+Outputs are those of the authors' layers, to rounding: of `linearized` GATECH-EIC/Linearized-LLM 273274e, of `jrt`
+HazyResearch/prefix-linear-attention 7490f22, whose `SlidingAttention(window_size=256)` is `window=129`. When drafts
+reach into the next group, a node sees what it would see in plain decoding. Not implemented: the variants for T5,
+GPT-2 and FLASH, gated short convolutions (`BaseConv`), and the prefix's masked language loss. The prefix of JRT-RNN,
+the `EncoderText` of each row, is computed twice.
 """
 
 from __future__ import annotations

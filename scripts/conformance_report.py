@@ -67,36 +67,33 @@ def page(root: Path = CASES) -> str:
     return "\n".join(text)
 
 
-def loops(data: dict[str, Any]) -> tuple[str, list[str]]:
-    """Returns how much of whole runs was compared, and notes."""
+def runs(data: dict[str, Any]) -> tuple[Counter[str], list[str]]:
+    """Returns how many whole runs were compared, and notes."""
     cases = data["cases"]
-    counted = sum("forwards" in case for case in cases)
     other = Counter(case["why"] for case in cases if "forwards_here" in case)
-    forwards = " and forwards" * bool(counted) + f" ({counted})" * (0 < counted < len(cases))
-    return (f"tokens{forwards}, {len(cases)} cases",
+    return (Counter({"runs": len(cases), "forwards": sum("forwards" in case for case in cases)}),
             [f"other forwards in {n} of {len(cases)}: {sentence(why)}" for why, n in other.items()])
 
 
-def proposals(data: dict[str, Any]) -> tuple[str, list[str]]:
+def proposals(data: dict[str, Any]) -> tuple[Counter[str], list[str]]:
     """Returns the same of drafts for given texts."""
     if "copies" in data:
-        return f"drafts, {len(data['outputs'])} texts", []
+        return Counter(drafts=len(data["outputs"])), []
     total, other = len(data["histories"]) * len(data["groups"]), Counter[str]()
     for group in data["groups"]:
         if group.get("differs"):
             other[group["why"]] += len(group["differs"])
-    return (f"drafts, {total} in {len(data['groups'])} settings",
-            [f"{n} of {total} differ: {sentence(why)}" for why, n in other.items()])
+    return Counter(drafts=total), [f"{n} of {total} differ: {sentence(why)}" for why, n in other.items()]
 
 
-def groups(what: str, field: str, data: dict[str, Any]) -> tuple[str, list[str]]:
+def groups(what: str, field: str, data: dict[str, Any]) -> tuple[Counter[str], list[str]]:
     """Returns the same of trees for given chances, or of verdicts on given drafts."""
     if "cases" in data:
-        return f"{what}, {len(data['cases'])} settings", []
-    return f"{what}, {sum(len(group[field]) for group in data['groups'])} in {len(data['groups'])} settings", []
+        return Counter({what: len(data["cases"])}), []
+    return Counter({what: sum(len(group[field]) for group in data["groups"])}), []
 
 
-COUNTS = {"cases": loops, "vocabularies": loops, "drafts": proposals,
+COUNTS = {"cases": runs, "vocabularies": runs, "drafts": proposals,
           "trees": lambda data: groups("trees", "trees", data),
           "verify": lambda data: groups("verdicts", "accepted", data)}
 """By the folder of the cases."""
@@ -119,8 +116,10 @@ def line(name: str, found: list[dict[str, Any]], remark: dict[str, str]) -> tupl
     result = remark.get("result", "equal" if found else "")
     if not result:
         raise ValueError(f"remarks.toml: {name}: has no cases and no result, takes one of {', '.join(RESULTS)}")
-    if found:
-        result = f"{result}: {'; '.join(f['count'] for f in found)}"
+    if counts := sum((f["count"] for f in found), Counter[str]()):
+        forwards = counts.pop("forwards", 0)
+        whole = f" (forwards in {forwards})" * (forwards < counts["runs"])
+        result += ": " + ", ".join(f"{n} {what}" + whole * (what == "runs") for what, n in counts.items() if n)
     said = [note[0].upper() + note[1:] for note in dict.fromkeys(note for f in found for note in f["notes"])]
     sources = ", ".join(dict.fromkeys(f["source"] for f in found))
     return result, ". ".join(filter(None, [sources, *said, remark.get("text", "").rstrip(".")]))

@@ -49,8 +49,12 @@ class Task:
 
 
 def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
-    """Returns the files that `pycode` was not trained on, in a fixed order, as pairs of path (relative to the standard
-    library, with "/") and text."""
+    """Returns the files that `pycode` was not trained on, in a fixed order, as pairs of path and text.
+
+    Args:
+        root: directory of .py files, to which paths are relative (with "/"); the same rule holds files out of it. None:
+            the standard library of this interpreter.
+    """
     return [(document.path, document.text) for document in load_corpus(root)[1]]
 
 

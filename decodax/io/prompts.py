@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -188,7 +188,7 @@ def _nested(value: Any, name: str, kinds: str = "iu") -> list[Any]:
         raise wrong(name, value, "token ids, or a list of them for each prompt")
     if not value or _is_number(value[0]):
         return [list(value)]
-    if not all(hasattr(row, "__len__") and not isinstance(row, (str, bytes, Mapping)) for row in value):
+    if not all(isinstance(row, Sized) and not isinstance(row, (str, bytes, Mapping)) for row in value):
         raise wrong(name, value, "token ids, or a list of them for each prompt")
     return list(value)
 

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import jinja2
@@ -171,7 +171,7 @@ def _grown(name: str, value: Any, args: tuple[Any, ...], keywords: Mapping[str, 
         case "translate":
             return len(text) * max(map(measure, args), default=1)
         case "sum" if len(args) > 1 or "start" in keywords:        # of lists: each sum is copied
-            return measure(value) * (len(value) if hasattr(value, "__len__") else 1) // 100
+            return measure(value) * (len(value) if isinstance(value, Sized) else 1) // 100
         case "batch" | "slice" | "to_bytes":
             return 1 + _number(args, 0, "length", keywords)
         case "format" | "format_map":
@@ -337,7 +337,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             values = right if isinstance(right, tuple) else (right,)
             size = _format(left, [*values, *(v for x in values if isinstance(x, Mapping) for v in x.values())])
-        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
             size = len(left) + len(right)
         work().hold(size)
         return super().call_binop(context, operator, left, right)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from decodax.io.saving import save_model
 from decodax.models import Transformer
@@ -100,3 +100,30 @@ def export_model(directory: Path, model: Transformer, params: Any, tokenizer: To
     write("generation_config.json", {**{k: v for k, v in ids.items() if k != "mask_token_id"}, "do_sample": False})
     write("training.json", dict(facts))
     (directory / "README.md").write_text(card)
+
+
+def publish(target: Path, name: str, model: Transformer, shipped: Any, tokenizer: Tokenizer, facts: dict[str, Any],
+            special: Mapping[str, str], config: Mapping[str, Any] | None = None, **card: Any) -> None:
+    """Writes the directory of a model, with a model card; `card` are the other arguments of `model_card`."""
+    export_model(target, model, shipped, tokenizer, special=special, facts=facts, config=config,
+                 card=model_card(name, model, facts, **card))
+
+
+def llama_config(vocab: int, **changes: Any) -> dict[str, Any]:
+    """Returns the config.json of a small Llama, with changes."""
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 96,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256,
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+            "tie_word_embeddings": True, **changes}
+
+
+def word_tokenizer(ids: Mapping[str, int], special: Sequence[str], pieces: str | None = None) -> Tokenizer:
+    """Returns a tokenizer of whole words, the first of `special` for others; `pieces` is a regular expression of a
+    word, and without it words have spaces between them."""
+    found = Tokenizer(models.WordLevel(dict(ids), unk_token=special[0]))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pieces is not None:
+        found.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
+        found.decoder = decoders.Fuse()
+    found.add_special_tokens(list(special))
+    return found

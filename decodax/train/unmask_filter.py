@@ -40,7 +40,8 @@ class FilterExamples(Struct):
 
 
 def init_filter(key: Array, span: int) -> Tree:
-    """Returns the initial weights of the filter, uniform within `span ** -0.5`, as torch initializes linear layers."""
+    """Returns the initial weights of the filter, two linear layers from `span` confidences to `span` logits, uniform
+    within `span ** -0.5`, as torch initializes them."""
     draw = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * span ** -0.5
     first, second, third, fourth = jax.random.split(key, 4)
     return {"hidden": {"kernel": draw(first, span, span), "bias": draw(second, span)},

@@ -9,9 +9,9 @@ an output's weights have 4-bit codes with one scale and one zero, and no groups.
 Activations are quantized when they are multiplied: to -127 to 127, by the largest of each row. So the product is one of
 integers, which is exact, and is scaled afterwards.
 
-Scales and codes are those of the authors' quantizer, deepcompressor, with rounding to nearest; it does not round
-between the two steps. `read_tensors` reads the tensors of their checkpoints. `rotated` spreads outliers of a few inputs
-over all of them, before weights are packed.
+Scales and codes are those of the authors' quantizer, deepcompressor, with rounding to nearest; scales of rows are not
+rounded to float16. `read_tensors` reads their checkpoints in the order of OmniServe. `rotated` spreads outliers of few
+inputs over all, before weights are packed. Not implemented: GPTQ, smoothing, reordering, the search for ranges.
 """
 
 from __future__ import annotations

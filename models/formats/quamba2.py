@@ -16,8 +16,12 @@ calibrated on texts: the inputs of its kernels, the gate, the inputs of the conv
 Weights have 8 bits with one scale per projection (separate ones for `z`, `x`, `B`, `C` and `dt`), or 4 bits with one
 scale per 128 inputs of an output. W4A16 has 4-bit weights in the rotated network and quantizes nothing else.
 
-Scales, codes and rounding are those of the authors' code (enyac-group/Quamba), except for the differences listed in
-docs/choose/weights.md. The network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
+Clusters, scales and codes are those of the authors' code (enyac-group/Quamba, c474646) to the last bit on small arrays,
+and results those of its Triton kernels within float16; its CUDA code was not run. Here channels are clustered by the
+profiles of their own heads (the code divides some by those of others), and clusters are numbered by their first heads.
+Rotations of widths that are no power of 2 take another Hadamard matrix for the rest; scales of embeddings are the
+largest size of a row; activations between quantized places are float32. Not implemented: GPTQ, mixtures of W4A8 and
+W4A16, Mamba-1, and the authors' checkpoints. The network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
 """
 
 from __future__ import annotations

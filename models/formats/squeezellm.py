@@ -8,6 +8,8 @@ quantized, nor are outliers, which would occupy table entries.
 
 The authors cluster with k-means from a random start. Here the start is the best division of the sorted weights between
 256 cuts, found by dynamic programming, and the weighted error is lower (see `means`).
+
+The authors' CUDA kernels are not here. `scripts/convert.py packed` reads their `.pt` files, except those of OPT.
 """
 
 from __future__ import annotations

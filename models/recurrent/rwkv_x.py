@@ -11,6 +11,11 @@ the kept tokens are divided into chunks anew. This happens once in `limit - keep
 that token.
 
 Files written by `scripts/convert.py rwkv` from a published `.pth` file are loaded; they keep the tensors' names.
+
+Results are those of the authors' code (howard-hou/RWKV-X, 21452aa) where that reads a text token by token. In
+prompts, its tokens beyond the first three chunks of a call attend to their own chunk alone, and stores are reduced by
+the queries of the whole call; here one rule holds for prompts in chunks of any width. A round commits no token beyond
+the chunk that is being filled.
 """
 
 from __future__ import annotations

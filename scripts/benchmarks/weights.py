@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.rounds import PROMPT, Rounds, read_speed, size_of
 from decodax.bench.figures import show_table
+from decodax.bench.rounds import PROMPT, Rounds, read_speed, size_of
 from decodax.bench.timing import in_turn, median, ratio
 from decodax.core.types import Params
 from decodax.io.huge_pages import moved

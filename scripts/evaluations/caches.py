@@ -1,224 +1,46 @@
-"""Accuracy of cache policies: right answers on long texts against the bytes that are kept.
-
-The questions are those of `recipes/recall.py`, which the shipped `recall` answers. A policy sees the question when it
-chooses (aware), or chooses from the text alone (agnostic: `context=` of `decodax.generate`), as when several questions
-are asked about one text. Its budget is a share of the text, or of what each query reads; codecs have a size of their
-own. Evictions choose once, after the text. What policies need to know of heads, layers, channels or keys is measured on
-other texts, unless it takes long training. Bytes are those that are held after the question, with codes, steps and
-positions, over those of a dense cache.
-"""
+"""Accuracy of cache policies on `recall` (`decodax.bench.cache_accuracy`), as tables and plots."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 import decodax as dx
-from decodax import train
-from decodax.algorithms.speculative.drafts import OwnCache
+from decodax.bench.cache_accuracy import (
+    CacheFigures,
+    best,
+    means,
+    run,
+    run_drafts,
+)
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
-from decodax.cache import Wrapper, dense
-from decodax.cache.tail import Tail
-from decodax.caches import make
-from decodax.caches.bounded.subgen import SubGenCache
-from decodax.caches.evict.evicting import Evicting
-from decodax.caches.prefill.quick_prefill import QuickPrefillCache
-from decodax.caches.quantize.quantized import QuantizedCache
-from decodax.caches.sparse.shadowkv import ShadowKVCache
-from decodax.common.registry import ALGORITHMS, CACHES
-from decodax.engine.batch import Job
-from decodax.engine.request import Request
-from recipes import recall
-
-MODES = ("aware", "agnostic")
-REMOVED = (0.25, 0.5, 0.8)
-BETWEEN = ("clusterkv", "attention-predictor", "subgen", "tim", "leank")
-"""Policies whose `every` is not the tokens between two evictions."""
-SIZED_BY = {"streaming-llm": "recent_size", "less": "recent_size", "freqkv": "size", "quick-prefill": "keep"}
-"""The option that says how much of a text is kept, where it is not `budget`."""
+from decodax.bench.problems import recall
+from decodax.common.registry import CACHES
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A policy (name with options) with a share of the text removed, None for a size of its own, in a mode, on the
-    problems of a task and a seed: the share of right answers, and the bytes held over those of a dense cache."""
+def table(rows: Sequence[CacheFigures]) -> tuple[list[str], list[list[str]]]:
+    """Returns columns and rows of the table: right answers in percent, by mode, and the bytes kept."""
+    found, modes = means(rows), list(dict.fromkeys(row.mode for row in rows))
+    shares = sorted({share for _, share, _ in found if share is not None})
 
-    policy: str
-    removed: float | None
-    mode: str
-    task: str
-    seed: int
-    right: float
-    kept: float
+    def cell(policy: str, share: float | None) -> str:
+        own = [found[policy, share, mode] for mode in modes if (policy, share, mode) in found]
+        right = ", ".join(f"{100 * mean:.1f}±{100 * spread:.1f}" for mean, spread, _ in own)
+        return f"{right} ({own[0][2]:.2f})" if own else ""
 
-
-def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
-    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own. Options that
-    were measured come from `fitted`, where `layers` is a function of the share that all layers keep together."""
-    name, options = CACHES.parse(policy)
-    entry, given = CACHES[name], {**measured, **options}
-    if "every" in entry.options and entry.name not in BETWEEN:
-        given.setdefault("every", None)
-    left = 1 - removed
-    if entry.name in SIZED_BY:
-        sinks = given.get("start_size", 4) if SIZED_BY[entry.name] == "recent_size" else 0
-        own = left if SIZED_BY[entry.name] == "keep" else int(left * length) - sinks
-        return make(entry.name, **{SIZED_BY[entry.name]: own, **given})
-    if callable(given.get("layers")):
-        return make(entry.name, **{**given, "layers": given["layers"](left)})
-    if "budget" not in entry.options:
-        return None
-    if "ask" in entry.options:      # the model has no words for it, but repeats what it is shown
-        given = {"ask": (), "go_on": (), "answer": (), **given}
-    return make(entry.name, **{"budget": int(left * length), **given})
-
-
-def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
-    """Returns the options of a policy that are measured on texts and the answers in them (`needles`), except those that
-    take long training."""
-    name, options = CACHES.parse(policy)
-    entry = CACHES[name]
-    given = {**{k: v.default for k, v in entry.options.items()}, **options}
-    fits: dict[str, Callable[[], Any]] = {
-        "codebooks": lambda: train.fit_codebooks(lm, texts), "features": lambda: train.fit_features(lm, texts),
-        "order": lambda: train.fit_order(lm, texts, given["heads"]), "heads": lambda: train.fit_heads(lm, probes),
-        "predictors": lambda: train.fit_predictors(lm, texts),
-        "books": lambda: train.fit_key_books(lm, texts, count=1024),
-        "layers": lambda: lambda left: train.fit_layers(lm, texts, left),
-        "channels": lambda: train.fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
-                                               recent=given["recent"])}
-    if "budget" not in entry.options:       # these are other heads than those of HeadKV
-        del fits["heads"]
-    return {name: fit() for name, fit in fits.items() if name in entry.options and given[name] in (None, ())}
-
-
-def needles(length: int, count: int = 16) -> list[Any]:
-    """Returns texts with a question each and the position of its answer."""
-    probes = []
-    for problem in recall.problems("needle", count, length, seed=1000):
-        start = problem.context.split().index(problem.question.split()[1]) + 1
-        probes.append(train.Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
-    return probes
-
-
-def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
-          left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
-    """Returns each policy at each size as a cache config, a dense one first. Arguments as in `run`."""
-    probes = needles(length)
-    texts = [probe.tokens for probe in probes[:8]]
-    cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
-    for policy in policies:
-        name, options = CACHES.parse(policy)
-        found: dict[str, Any] | None = None
-        for share in removed:
-            try:
-                found = fitted(policy, lm, texts, probes) if found is None else found
-                kind = sized(policy, share, length, **found)
-                if kind is None:
-                    cases.append((policy, None, make(name, **{**found, **options})))
-                    break
-                cases.append((policy, share, kind))
-            except ValueError as error:
-                if left_out is None:
-                    raise
-                left_out.append(f"{policy} with {share:.0%} removed: {error}")
-    return cases
-
-
-def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED, modes: Sequence[str] = MODES,
-        tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
-        report: Callable[[int, int, str], None] | None = None, known: Sequence[Measured] = (),
-        save: Callable[[list[Measured]], None] | None = None, left_out: list[str] | None = None) -> list[Measured]:
-    """Asks every policy every question, and a dense cache too; arguments as on the command line.
-
-    `report` is called before each run with the runs done, the runs in all, and the name of this one, `save` after it
-    with all rows. Rows in `known` are not measured again. `left_out` collects the reasons why a policy or a size is not
-    possible here; None: that is an error.
-    """
-    tasks = list(recall.ANSWERED if tasks is None else tasks)
-    cases = sizes(lm, policies, removed, length, left_out)
-    before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
-    out, done, total, dense = list[Measured](), 0, len(cases) * len(modes) * len(seeds), 1.0
-    for mode, seed in itertools.product(modes, seeds):
-        asked = [problem for task in tasks for problem in recall.problems(task, problems, length, seed)]
-        aware = mode == "aware"
-        prompts = [problem.prompt if aware else problem.question for problem in asked]
-        context = None if aware else [problem.context for problem in asked]
-        found = [[before.get((policy, share, mode, seed, task)) for task in tasks] for policy, share, _ in cases]
-        for (policy, share, kind), rows in zip(cases, found, strict=True):
-            done += 1
-            # the others' bytes are relative to the dense cache's
-            if all(rows) and (policy != "dense" or all(map(all, found))):
-                out += filter(None, rows)
-                continue
-            if report is not None:
-                report(done - 1, total, f"{policy} {'' if share is None else f'{share:.0%} removed '}{mode}")
-            job = Job.begin(Request.read(lm, prompts, cache=kind, context=context, max_new_tokens=24))
-            bytes_held = held(job.state.cache)
-            dense = bytes_held if policy == "dense" else dense
-            job.advance(None)
-            answers = job.result().text
-            assert answers is not None
-            right = [problem.correct(text) for problem, text in zip(asked, answers, strict=True)]
-            for i, task in enumerate(tasks):
-                share_right = sum(right[i * problems:(i + 1) * problems]) / problems
-                out.append(Measured(policy, share, mode, task, seed, share_right, bytes_held / dense))
-            if save is not None:
-                save(out)
-    return out
-
-
-def means(rows: Sequence[Measured]) -> dict[tuple[str, float | None, str], tuple[float, float, float]]:
-    """Returns for each policy, size and mode the mean of right answers over tasks, its standard deviation over seeds,
-    and the bytes."""
-    groups: dict[tuple[str, float | None, str], list[Measured]] = {}
-    for row in rows:
-        groups.setdefault((row.policy, row.removed, row.mode), []).append(row)
-    out = {}
-    for key, own in groups.items():
-        by_seed = [statistics.mean(r.right for r in own if r.seed == seed) for seed in sorted({r.seed for r in own})]
-        spread = statistics.stdev(by_seed) if len(by_seed) > 1 else 0.0
-        out[key] = statistics.mean(by_seed), spread, statistics.mean(r.kept for r in own)
-    return out
-
-
-def best(rows: Sequence[Measured], mode: str, removed: float, count: int = 3) -> list[str]:
-    """Returns the policies with most right answers at a size, of those that hold at most that and 5 percent of a dense
-    cache more: some keep whole layers, or everything and read a part."""
-    found = {policy: mean for (policy, share, how), (mean, _, kept) in means(rows).items()
-             if how == mode and share == removed and kept <= 1.05 - removed}
-    return sorted(found, key=lambda policy: -found[policy])[:count]
-
-
-def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Returns title, columns and rows of each table."""
-    found, out = means(rows), []
-    for mode in dict.fromkeys(row.mode for row in rows):
-        shares = sorted({share for _, share, _ in found if share is not None})
-        cell = lambda key: (f"{100 * found[key][0]:.1f} ± {100 * found[key][1]:.1f} ({found[key][2]:.2f})"
-                            if key in found else "")
-        lines = [[policy, cell((policy, None, mode)), *(cell((policy, share, mode)) for share in shares)]
-                 for policy in dict.fromkeys(row.policy for row in rows)]
-        for share in shares:
-            title = f"best at {share:.0%} removed"
-            lines.append([title, *[""] * (1 + shares.index(share)), ", ".join(best(rows, mode, share)),
-                          *[""] * (len(shares) - 1 - shares.index(share))])
-        out.append((f"{mode}: right answers in percent (bytes kept)",
-                    ["policy", "its own size", *(f"{share:.0%} removed" for share in shares)], lines))
-    return out
+    lines = [[policy, *(cell(policy, share) for share in (None, *shares))]
+             for policy in dict.fromkeys(row.policy for row in rows)]
+    for i, share in enumerate(shares):
+        named = "; ".join(", ".join(best(rows, mode, share)) for mode in modes)
+        lines.append([f"best at {share:.0%} removed", *[""] * (1 + i), named, *[""] * (len(shares) - 1 - i)])
+    return ["policy", "its own size", *(f"{share:.0%} removed" for share in shares)], lines
 
 
 def main(args: argparse.Namespace) -> None:
@@ -228,18 +50,18 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.plot, args.json)
     if args.figures:
         facts = [json.loads(path.read_text()) for path in args.figures]
-        rows = [Measured(**row) for fact in facts for row in fact["rows"]]
+        rows = [CacheFigures(**row) for fact in facts for row in fact["rows"]]
         return _show(args, rows, facts[0]["setting"], "; ".join(fact["command"] for fact in facts))
     policies = args.policies or [name for name, entry in CACHES.items() if entry.guarantee != "exact"]
     tasks, lm = args.task or list(recall.ANSWERED), dx.load(args.model)
     setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(tasks)}, seeds "
                f"{', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; "
                f"JAX {jax.__version__}")
-    known: list[Measured] = []
+    known: list[CacheFigures] = []
     if args.json and args.json.exists():
         try:
             facts = json.loads(args.json.read_text())
-            known, before = [Measured(**row) for row in facts["rows"]], facts["setting"]
+            known, before = [CacheFigures(**row) for row in facts["rows"]], facts["setting"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{args.json}: is there, and was not written by --json; takes another name") from error
         if before != setting:
@@ -254,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
     _show(args, rows, setting, args.line)
 
 
-def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: str) -> None:
+def _write(path: Path | None, rows: Sequence[CacheFigures], setting: str, command: str) -> None:
     if path is not None:
         whole = path.with_name(path.name + ".part")
         whole.write_text(json.dumps({"command": command, "setting": setting,
@@ -262,11 +84,11 @@ def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: s
         whole.replace(path)
 
 
-def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> None:
-    """Prints the tables, and writes and draws what is asked for."""
+def _show(args: argparse.Namespace, rows: Sequence[CacheFigures], setting: str, command: str) -> None:
+    """Prints the table, and writes and draws what is asked for."""
     print(f"    {command}\n\n{setting}.\n" if args.markdown else setting)
-    for title, head, lines in tables(rows):
-        show_table(head, lines, title, args.markdown)
+    modes = ", ".join(dict.fromkeys(row.mode for row in rows))
+    show_table(*table(rows), f"right answers in percent, {modes} (bytes kept)", args.markdown)
     _write(args.json, rows, setting, command)
     if args.plot:
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -276,36 +98,6 @@ def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, comm
         plot_lines(args.plot, panels, "bytes kept, %", "right answers, %", setting)
 
 
-DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
-          "magicdec:budget=256,keep=sink-window", "quantspec:group=64,weights=None", "quantspec:group=64")
-
-
-class Drafted(NamedTuple):
-    """A draft by name ("full" is on the whole cache), the share of its tokens that are accepted, new tokens for each
-    forward of the whole model, and the share of answers that equal plain decoding's on the target's cache."""
-
-    system: str
-    accepted: float
-    per_forward: float
-    same: float
-
-
-def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
-        seed: int = 0) -> list[Drafted]:
-    """Answers questions of each task with drafts on smaller caches."""
-    prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
-    out = []
-    for text in track(systems, "drafting", console=Console(stderr=True)):
-        method = dx.Speculative(OwnCache(lm, dense)) if text == "full" else ALGORITHMS.object(text, lm)
-        plain, drafted = (dx.generate(lm, prompts, max_new_tokens=24, **given) for given in (
-            dict(cache=method.draft.kind if method.draft.alone else None), dict(algorithm=method)))
-        same = [plain.row(i).tolist() == drafted.row(i).tolist() for i in range(len(prompts))]
-        stats = drafted.stats
-        out.append(Drafted(text, float(stats.accepted.sum() / stats.drafted.sum()), stats.tokens_per_forward,
-                           sum(same) / len(same)))
-    return out
-
-
 def drafts(args: argparse.Namespace) -> None:
     """Share of drafts that are accepted when a model drafts on a smaller cache of its own."""
     rows = run_drafts(dx.load(args.model), problems=args.problems, length=args.length, seed=args.seed)
@@ -313,28 +105,3 @@ def drafts(args: argparse.Namespace) -> None:
         (row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}") for row in rows])
 
 
-def held(cache: Any) -> float:
-    """Returns the bytes of what a cache holds, a row on average, without the free room in its arrays."""
-    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
-        return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
-                   for kv, count in zip(cache.kv, cache.count, strict=True))
-    if isinstance(cache, Wrapper):
-        return held(cache.base)
-    # arrays, the tokens that they have room for, and the tokens of each row in them
-    if isinstance(cache, QuantizedCache):
-        parts: list[Any] = [(cache.codes, cache.slots, cache.held - cache.whole),
-                            (cache.rest, cache.rest[0].shape[2], cache.whole)]
-    elif isinstance(cache, Tail):
-        codes = [getattr(cache, name) for name in ("grades", "pools", "prompt", "pairs") if hasattr(cache, name)]
-        room = sum(x.keys.shape[2] for x in cache.grades[0]) if hasattr(cache, "grades") else cache.size
-        parts = [(codes, room, cache.start), (cache.kv, cache.kv[0].shape[2], cache.length - cache.start)]
-    elif isinstance(cache, ShadowKVCache):
-        parts = [(cache.shadows, cache.size, cache.began),
-                 *((kv, kv.shape[2], cache.kept + cache.length - cache.began) for kv in cache.kv)]
-    else:       # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
-        slots, counted = cache.kv[0].shape[2], cache.count if isinstance(cache, QuickPrefillCache) else cache.length
-        sketched = isinstance(cache, SubGenCache)
-        parts = [(cache.kv if sketched else cache, slots, np.minimum(counted, slots)),
-                 *([(cache.sketches, 1, 1)] if sketched else [])]
-    return sum(size(tree) / room * float(np.mean(np.asarray(count, float))) for tree, room, count in parts)

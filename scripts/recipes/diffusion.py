@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,18 +21,21 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from decodax.bench.problems import puzzles as problems
+from decodax.bench.problems.puzzles import problem_batch, rows_of
 from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.load import ZOO, find
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train import corpus
 from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
+from decodax.train.export import publish
 from decodax.train.language_model import token_bytes
 from decodax.train.loop import TrainingRun
+from decodax.train.own_answers import beginnings, chosen, fill
 from decodax.train.sdlm import NextSequence
-from recipes import problems
 from recipes.options import Options
-from recipes.run import Recipe, publish
+from recipes.run import Recipe
 
 HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
 EVAL_WINDOWS, SHIPPED_WINDOWS = 48, 512
@@ -64,55 +66,6 @@ SEES = {
 NEXT_SEQUENCE = ("cross-entropy of the tokens of a block, predicted at once (SDLM)", "causal; a block of a copy of the "
                  "last token and masks, {block} positions, sees the text before it and itself")
 """The same for a causal prefix with shift."""
-
-LENGTH = problems.LONGEST_PROMPT + problems.CANVAS
-"""Tokens of a row of a problem."""
-
-
-def rows_of(found: Sequence[problems.Problem]) -> md.Batch:
-    """Returns problems as rows of `LENGTH` tokens: prompt, answer, end tokens up to the canvas, and tokens that are not
-    live."""
-    shape = len(found), LENGTH
-    tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
-    for i, problem in enumerate(found):
-        prompt, reply = problems.encode(problem.prompt), problems.encode(problem.answer)
-        end = len(prompt) + problems.CANVAS
-        tokens[i, :len(prompt) + len(reply)] = prompt + reply
-        answer[i, len(prompt):end] = live[i, :end] = True
-    return md.Batch(tokens, answer, live)     # the end token is 0
-
-
-def problem_batch(count: int, seed: int, step: int, weights: Sequence[str] = ()) -> md.Batch:
-    """Returns the problems of a step, of random tasks; `weights` are the shares of tasks that are not 1, TASK=SHARE."""
-    rng, given = random.Random(f"{seed}:{step}"), dict(item.split("=") for item in weights)
-    shares = [float(given.get(task, 1)) for task in problems.TASKS]
-    return rows_of([problems.draw(task, rng) for task in rng.choices(list(problems.TASKS), shares, k=count)])
-
-
-def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: int = 0) -> md.Batch:
-    """Returns `count` windows of a packed stream: prompts with room for an answer of `canvas` tokens after them.
-
-    A window has up to `length` tokens. Prompts take from half to all of the room beside the answer, so that answers
-    begin at any position of a model's blocks.
-    """
-    if len(stream) < length:
-        raise ValueError(f"corpus: got {len(stream)} tokens, takes {length} or more")
-    rng = np.random.default_rng([seed, 1])
-    tokens = stream[rng.integers(len(stream) - length + 1, size=count)[:, None] + np.arange(length)]
-    first = rng.integers((length - canvas + 1) // 2, length - canvas + 1, size=count)[:, None]
-    place = np.arange(length)
-    live = place < first + canvas
-    return md.Batch(np.where(live, tokens, 0).astype(np.int32), (place >= first) & live, live)
-
-
-def chosen(rows: Any, count: int, seed: int, step: int) -> Any:
-    """Returns the rows of a step of a fixed set (a tree of arrays): each epoch visits every row once, in a new order.
-    """
-    size, first = len(jax.tree.leaves(rows)[0]), step * count
-    order = {e: np.random.default_rng([seed, e]).permutation(size)
-             for e in range(first // size, (first + count - 1) // size + 1)}
-    index = np.asarray([order[i // size][i % size] for i in range(first, first + count)])
-    return jax.tree.map(lambda x: x[index], rows)
 
 
 @dataclass(frozen=True)
@@ -250,17 +203,6 @@ def source_of(o: Options) -> Source:
     return Source(o, model, kind, params, tokenizer, documents, kept)
 
 
-def fill(model: Transformer, kind: Diffusion, params: Any, batch: md.Batch, size: int = 512,
-         at_once: bool = False) -> np.ndarray:
-    """Returns the rows with their answers filled greedily, `size` rows at a time."""
-    out = []
-    for at in range(0, len(batch.tokens), size):
-        count = min(size, len(batch.tokens) - at)
-        rows = jax.tree.map(lambda x, at=at: jnp.asarray(np.resize(x[at:at + size], (size, x.shape[1]))), batch)
-        out.append(np.asarray(md.fill(model, params, rows, kind, at_once))[:count])
-    return np.concatenate(out)
-
-
 def accuracy(model: Transformer, kind: Diffusion, params: Any, count: int, seed: int = 0,
              at_once: bool = False) -> dict[str, float]:
     """Returns the share of `count` held-out problems of each task that is right when one token is unmasked a forward,
@@ -288,7 +230,7 @@ def facts_of(options: Options, held_out: Mapping[str, float]) -> dict[str, Any]:
     text = options.settings.text
     data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
     return {"stage": options.stage, "init": options.init and Path(options.init).name,
-            "data": data if text else "problems made by scripts/recipes/problems.py",
+            "data": data if text else "problems made by decodax/bench/problems/puzzles.py",
             "held_out": {k: round(v, 4) for k, v in held_out.items()},
             "held_out_each": SHIPPED_WINDOWS if text else HELD_OUT_SHIPPED,
             "optimizer": {"muon": "Muon", "adamw": "AdamW"}[options.optimizer or "adamw"]}

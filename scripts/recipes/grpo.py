@@ -19,32 +19,22 @@ import contextlib
 import dataclasses
 import random
 import time
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from rich.console import Console
 from rich.progress import track
 
 import decodax as dx
+from decodax.bench.problems import sums
+from decodax.train.grpo import GrpoBatch, advantages, update
 from decodax.train.loop import place_batch
-from recipes import sums
 from recipes.options import GrpoOptions
 
 Tree = Any
-
-
-class Batch(NamedTuple):
-    """Texts to learn from."""
-
-    tokens: Array           # i32[R, T], prompt and answer
-    answers: Array          # f32[R, T - 1], 1 if the next token belongs to the answer
-    old: Array              # f32[R, T - 1], log-probability of the next token when it was drawn
-    advantages: Array       # f32[R]
 
 
 class Step(NamedTuple):
@@ -56,47 +46,6 @@ class Step(NamedTuple):
     sampling: float
     training: float
     tokens: int
-
-
-def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Returns rewards relative to their groups, `f32[P, G]`; 0 in a group whose rewards are equal.
-
-    >>> advantages(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist()
-    [[1.0, -1.0], [0.0, 0.0]]
-    """
-    spread = rewards.std(1, keepdims=True)
-    return ((rewards - rewards.mean(1, keepdims=True)) / np.where(spread > 0, spread, 1)).astype(np.float32)
-
-
-def logprobs(network: Any, weights: Tree, tokens: Array) -> Array:
-    """Returns the log-probability of each token after the first, `f32[R, T - 1]`, by the trainer's own forward."""
-    log_p = jax.nn.log_softmax(network.forward(weights, tokens[:, :-1]), -1)
-    return jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
-
-
-def loss(trained: Tree, frozen: Tree, network: Any, lora: bool, batch: Batch, clip: float, kl: float
-         ) -> tuple[Array, Array]:
-    """Returns the loss and the largest distance of a ratio from 1."""
-    weights = dx.adapters.apply(frozen, trained) if lora else trained
-    new = logprobs(network, weights, batch.tokens)
-    ratio = jnp.exp(new - batch.old)
-    advantage = batch.advantages[:, None]
-    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
-    if kl:      # the estimate that is never negative
-        lead = logprobs(network, frozen, batch.tokens) - new
-        gain -= kl * (jnp.exp(lead) - lead - 1)
-    count = jnp.maximum(batch.answers.sum(1), 1)
-    off = jnp.max(jnp.abs(ratio - 1) * batch.answers)
-    return -((gain * batch.answers).sum(1) / count).mean(), off
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 7, 8), donate_argnums=(4,))
-def update(tx: Any, network: Any, lora: bool, trained: Tree, opt: Tree, frozen: Tree, batch: Batch, clip: float,
-           kl: float) -> tuple[Tree, Tree, Array]:
-    """Does one step of the optimizer and returns (weights, state, largest distance of a ratio from 1)."""
-    (_, off), grads = jax.value_and_grad(loss, has_aux=True)(trained, frozen, network, lora, batch, clip, kl)
-    change, opt = tx.update(grads, opt, trained)
-    return optax.apply_updates(trained, change), opt, off
 
 
 class Trainer:
@@ -141,7 +90,7 @@ class Trainer:
         return Step(rewards.mean(), np.mean([p.answer == text for p, text in zip(asked, out.text, strict=True)]),
                     float(offs[0]), sampled - begun, time.perf_counter() - sampled, int(out.lengths.sum()))
 
-    def batch(self, asked: list[sums.Sum], out: dx.Result, advantage: np.ndarray) -> Batch:
+    def batch(self, asked: list[sums.Sum], out: dx.Result, advantage: np.ndarray) -> GrpoBatch:
         """Returns rows of prompt and answer, `[R, T]`; `T` is the same in every step."""
         prompt = len(asked[0].prompt)
         tokens = np.zeros((len(out), prompt + 9 * self.options.numbers), np.int32)
@@ -153,7 +102,7 @@ class Trainer:
             tokens[i, prompt:prompt + new] = out.row(i)
             answers[i, prompt - 1:prompt - 1 + new] = 1
             old[i, prompt - 1:prompt - 1 + new] = out.logprobs.processed[i, :new]
-        batch = Batch(*map(jnp.asarray, (tokens, answers, old, advantage)))
+        batch = GrpoBatch(*map(jnp.asarray, (tokens, answers, old, advantage)))
         return batch if self.lm.mesh is None else place_batch(batch, self.lm.mesh)
 
     def report(self) -> str:

@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 from decodax.io.checkpoint import load_model
 from decodax.models import Transformer, llama
 from decodax.train import corpus
+from decodax.train.export import publish
 from decodax.train.language_model import NextTokens, bits_per_byte, overlap, token_bytes, token_losses
 from decodax.train.loop import TrainingRun, place_batch
 from recipes.options import Options
-from recipes.run import Recipe, publish
+from recipes.run import Recipe
 
 EVAL_WINDOWS = 96
 """Held-out windows of an evaluation on the way."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.problems import CANVAS, TASKS
+PROBLEMS, CANVAS = "copy reverse sort pick replace shuffle add brackets sudoku".split(), 16
+"""The tasks of `decodax.bench.problems.puzzles`, which imports JAX, and the tokens of an answer to them."""
 
 
 @dataclass(frozen=True)
@@ -277,8 +278,8 @@ class Options:
             raise ValueError(f"apart: got {self.apart}, takes 0 to 1; 0 for text, with blocks and in a stage")
         for item in self.weights or ():
             task, equals, share = item.partition("=")
-            if task not in TASKS or not equals or not share.replace(".", "", 1).isdigit():
-                raise ValueError(f"weights: got {item!r}; it takes TASK=SHARE, of {', '.join(TASKS)}")
+            if task not in PROBLEMS or not equals or not share.replace(".", "", 1).isdigit():
+                raise ValueError(f"weights: got {item!r}; it takes TASK=SHARE, of {', '.join(PROBLEMS)}")
         if self.stage is not None and self.attention is not None:
             raise ValueError(f"attention: got {self.attention!r} with a stage; it takes None, as the model has one")
         if self.stage is not None and self.span is not None and (self.span < 1 or self.canvas % self.span):

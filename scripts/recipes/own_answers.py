@@ -21,7 +21,8 @@ import decodax as dx
 from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
 from decodax.train.lora import AdapterLoss
-from recipes.diffusion import chosen, fill, shown
+from decodax.train.own_answers import chosen, fill, unanswered
+from recipes.diffusion import shown
 from recipes.options import Options
 from recipes.run import Recipe
 
@@ -54,19 +55,6 @@ Figures on {held} answers that were held out. **Reproduce** from the root of the
 {command}
 ```
 """
-
-
-def unanswered(prompts: Sequence[Sequence[int]], length: int, canvas: int) -> md.Batch:
-    """Returns prompts as rows of `length` tokens with room for an answer of `canvas` tokens after each. A prompt that
-    is too long loses its beginning."""
-    shape = len(prompts), length
-    tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
-    for i, prompt in enumerate(prompts):
-        own = list(prompt)[-(length - canvas):]
-        end = len(own) + canvas
-        tokens[i, :len(own)] = own
-        answer[i, len(own):end] = live[i, :end] = True
-    return md.Batch(tokens, answer, live)       # type: ignore[arg-type]
 
 
 def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_prompts: Sequence[Sequence[int]],

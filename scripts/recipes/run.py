@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import decodax as dx
-from decodax.models import Transformer
 from decodax.models.formats import unpacked
 from decodax.train import loop
-from decodax.train.export import export_model, hardware, model_card
+from decodax.train.export import hardware
 from recipes.options import Options
 
 Tree = Any
@@ -55,33 +53,6 @@ def target_of(options: Options) -> Any:
     """Returns the loaded model `options.target` in float32, with arrays in place of packed weights for `widen`."""
     lm = dx.load(options.target, dtype="float32")
     return dataclasses.replace(lm, params=unpacked(lm.params)) if options.widen else lm
-
-
-def publish(target: Path, name: str, model: Transformer, shipped: Tree, tokenizer: Tokenizer, facts: dict[str, Any],
-            special: Mapping[str, str], config: Mapping[str, Any] | None = None, **card: Any) -> None:
-    """Writes the directory of a model, with a model card; `card` are the other arguments of `model_card`."""
-    export_model(target, model, shipped, tokenizer, special=special, facts=facts, config=config,
-                 card=model_card(name, model, facts, **card))
-
-
-def llama_config(vocab: int, **changes: Any) -> dict[str, Any]:
-    """Returns the config.json of a small Llama, with changes."""
-    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 96,
-            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256,
-            "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
-            "tie_word_embeddings": True, **changes}
-
-
-def word_tokenizer(ids: Mapping[str, int], special: Sequence[str], pieces: str | None = None) -> Tokenizer:
-    """Returns a tokenizer of whole words, the first of `special` for others; `pieces` is a regular expression of a
-    word, and without it words have spaces between them."""
-    found = Tokenizer(models.WordLevel(dict(ids), unk_token=special[0]))
-    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if pieces is not None:
-        found.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
-        found.decoder = decoders.Fuse()
-    found.add_special_tokens(list(special))
-    return found
 
 
 def train(options: Options, on_step: Callable[[int], None] | None = None,

@@ -19,8 +19,6 @@ from rich.console import Console
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
-from decodax.models import Transformer
-from decodax.models.packed import Packed
 from decodax.train.language_model import WeightedAnswers
 from decodax.train.loop import Objective, place_batch
 from decodax.train.tuning import (
@@ -43,19 +41,21 @@ from decodax.train.tuning import (
     read_examples,
     sure_tokens,
 )
+from decodax.train.tuning.examples import prompts_of
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
+from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedEnd, TunedHeads, checked
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
 from recipes.run import Recipe, target_of
-from recipes.tuned import Tuned, TunedAnySubset, TunedEnd, TunedHeads
 
 EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
 
 PROMPTS, NEW = 16, 64
 """Held-out prompts that Jacobi decoding is measured on, and the tokens that are decoded."""
+
 
 TOGETHER = 32
 """Prompts that are continued together before the training."""
@@ -88,32 +88,6 @@ Figures before and after the training, {where}.
 {command}
 ```
 """
-
-
-def checked(lm: Any, fills: bool = False) -> Any:
-    """Returns the model if all its weights can be trained. `fills` is True if it has to be one that fills masks.
-
-    Raises:
-        ValueError: another kind of model, or packed weights.
-    """
-    if fills and (not isinstance(lm.model, Transformer) or lm.diffusion is None or lm.diffusion.mask is None):
-        raise ValueError(f"target: got {lm.name!r}, which fills no masks; takes a diffusion model with this objective")
-    if not fills and (not isinstance(lm.model, Transformer) or lm.diffusion is not None):
-        raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}"
-                         f"{'' if lm.diffusion is None else ' that fills masks'}; takes a decoder that reads from left "
-                         "to right")
-    packed = lambda x: isinstance(x, Packed)
-    if any(map(packed, jax.tree.leaves(lm.params, is_leaf=packed))):
-        raise ValueError(f"target: got {lm.name!r} with packed weights; takes a model whose weights are arrays "
-                         "(--widen)")
-    return lm
-
-
-def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:
-    """Returns the prompts of the first rows, as token ids; of a row of text its first quarter."""
-    given = [(row, int(own.argmax()), int(own.sum())) for row, own in zip(rows.tokens[:count], rows.learned[:count],
-                                                                          strict=True)]
-    return [row[:first if first > 1 else max(size // 4, 1)].tolist() for row, first, size in given]
 
 
 def own_answers(lm: Any, rows: ExampleRows) -> np.ndarray:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.bench.problems import puzzles as problems
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train import loop
 from decodax.train import masked_diffusion as dt
 from decodax.train import unmask_filter as filters
 from decodax.train.sdlm import NextSequence
-from recipes import diffusion, problems
 
 NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
 FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
@@ -29,7 +29,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def batch() -> dt.Batch:
-    return jax.tree.map(jnp.asarray, diffusion.problem_batch(6, 1, 0))
+    return jax.tree.map(jnp.asarray, problems.problem_batch(6, 1, 0))
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def nats(logits: np.ndarray, token: int) -> float:
 
 def views(kind, tokens, noisy, masked, live, answer):
     """Yields what masked positions of a row are scored by: the text, which tokens see which, and the positions."""
-    hidden, place = np.where(live, noisy, 7), np.arange(diffusion.LENGTH)
+    hidden, place = np.where(live, noisy, 7), np.arange(problems.LENGTH)
     if kind in ("whole", "apart"):      # dead tokens are replaced and hidden
         sees = live[None] & ((answer[:, None] | ~answer[None]) if kind == "apart" else True)
-        yield hidden, np.broadcast_to(sees, (diffusion.LENGTH,) * 2), masked
+        yield hidden, np.broadcast_to(sees, (problems.LENGTH,) * 2), masked
         return
     at = (place - (answer.argmax() if kind == "behind a causal text" else 0)) // 4
     for block in np.unique(at[masked]):
@@ -69,7 +69,7 @@ def test_the_loss_is_the_bound_of_its_paper(params, batch, logits_of, kind):
     key, speaks = jax.random.key(4), {"blocks": BLOCKS, "behind a causal text": BEHIND}.get(kind, FULL)
     noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, speaks))
     tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
-    expected, place = [], np.arange(diffusion.LENGTH)
+    expected, place = [], np.arange(problems.LENGTH)
     for i in range(6):
         total = 0.0
         for text, sees, here in views(kind, tokens[i], noisy[i], masked[i], live[i], answer[i]):
@@ -90,7 +90,7 @@ def test_the_loss_is_the_bound_of_its_paper(params, batch, logits_of, kind):
 
 def test_sdlm_learns_to_predict_the_tokens_of_blocks_behind_a_causal_text(params, batch, logits_of):
     """Block by block, with the text before it: a copy of its first token and masks, each predicting the next token."""
-    size, T = BEHIND.block, diffusion.LENGTH - 3
+    size, T = BEHIND.block, problems.LENGTH - 3
     cut = jax.tree.map(lambda x: x[:, :T], batch)
     cut = cut.replace(answer=cut.answer.at[0].set(cut.live[0]))         # and a text without a prompt
     objective, key = NextSequence(NET, replace(BEHIND, shift=True)), jax.random.key(3)
@@ -191,7 +191,7 @@ def test_a_bound_per_byte_of_equal_chances_is_known():
 @pytest.mark.parametrize("span", [16, 4])
 def test_extremely_greedy_rollouts_follow_their_loop(params, span):
     found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
-    batch = jax.tree.map(jnp.asarray, diffusion.rows_of(found))
+    batch = jax.tree.map(jnp.asarray, problems.rows_of(found))
     goal = np.asarray(dt.fill(NET, params, batch, FULL))
     own = batch.replace(tokens=jnp.asarray(goal))
     got = jax.tree.map(np.asarray, filters.rollout(NET, params, own, FULL, span))

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 import decodax as dx
+from decodax.bench import grid as systems
+from decodax.bench.problems import puzzles as problems
 from decodax.models import Transformer, llama
 from decodax.train.export import export_model
-from evaluations import systems
-from recipes import problems
 
 
 @pytest.fixture(scope="module")

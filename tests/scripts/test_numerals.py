@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
+from decodax.bench.problems import numerals
 from decodax.train.language_model import cross_entropy
-from recipes import numerals
+from recipes import numerals as recipe
 from recipes.options import Options
 from recipes.run import train
 from tests.matrix import often
@@ -48,7 +49,7 @@ def test_training_reads_what_a_cascade_reads() -> None:
     """The loss of a row with barriers is that of its blocks, each read behind the prompt by itself."""
     lm = dx.load("numerals")
     batch = numerals.training_batch(4, 5, 0, 2)
-    loss = float(numerals.MarkovObjective(lm.model)(lm.params, batch, None)[0])      # type: ignore[arg-type]
+    loss = float(recipe.MarkovObjective(lm.model)(lm.params, batch, None)[0])      # type: ignore[arg-type]
     total = count = 0.0
     for tokens, blocks, targets, counts in zip(*batch, strict=True):
         for block in range(1, blocks[counts].max() + 1):
@@ -73,7 +74,7 @@ def test_a_run_leaves_a_model_that_cascades_run_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", often([2], [0, 1, 2, 4]))
 def test_the_shipped_model_is_as_right_as_the_card_says(order: int) -> None:
     """24 numbers: three standard deviations, and one number."""
-    told = numerals.accuracy(dx.load("numerals"), numerals.problems(24, seed=3), order)
-    share = json.loads((Path(numerals.__file__).parents[2] / "models" / "zoo" / "numerals" / "training.json")
+    told = recipe.accuracy(dx.load("numerals"), numerals.problems(24, seed=3), order)
+    share = json.loads((Path(recipe.__file__).parents[2] / "models" / "zoo" / "numerals" / "training.json")
                        .read_text())["orders"][str(order)]
     assert abs(told - share) <= 3 * (share * (1 - share) / 24) ** 0.5 + 1 / 24

@@ -5,14 +5,19 @@ import re
 
 import pytest
 
-from recipes import problems
-from recipes.problems import TASKS, Problem
+from decodax.bench.problems import puzzles as problems
+from decodax.bench.problems.puzzles import TASKS, Problem
+from recipes.options import CANVAS, PROBLEMS
 
 EACH = sorted(TASKS)
 
 
 def test_examples_in_the_docstrings_hold():
     assert doctest.testmod(problems).failed == 0
+
+
+def test_the_options_of_training_name_the_tasks():
+    assert PROBLEMS == list(TASKS) and problems.CANVAS == CANVAS
 
 
 @pytest.mark.parametrize("task", EACH)

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
-from evaluations import caches
-from evaluations.caches import Measured
-from recipes import recall
+from decodax.bench import cache_accuracy as caches
+from decodax.bench.cache_accuracy import CacheFigures
+from decodax.bench.problems import recall
+from recipes import recall as recipe
 from recipes.options import Options
 from recipes.run import train
 
@@ -81,8 +82,8 @@ def test_a_first_layer_looks_back() -> None:
     from decodax.models import Transformer
     from decodax.models.families import read_config
 
-    model = Transformer(read_config(recall.CONFIG))
-    own = recall.looking_back(model, {"layers": {"0": {"attn": {"q": {}, "k": {}}}}})["layers"]["0"]["attn"]
+    model = Transformer(read_config(recipe.CONFIG))
+    own = recipe.looking_back(model, {"layers": {"0": {"attn": {"q": {}, "k": {}}}}})["layers"]["0"]["attn"]
     d, turn = 32, 10_000.0 ** (-np.arange(16) * 2 / 32)
     rotate = lambda x, at: np.concatenate([x[:16] * np.cos(at * turn) - x[16:] * np.sin(at * turn),
                                            x[16:] * np.cos(at * turn) + x[:16] * np.sin(at * turn)])
@@ -103,7 +104,7 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
     assert evaluate.main(words) == 0
     printed = capsys.readouterr().out
     assert "| knorm:skip_layers=() |" in printed and "50% removed" in printed and plot.stat().st_size > 1000
-    rows = [Measured(**row) for row in json.loads(figures.read_text())["rows"]]
+    rows = [CacheFigures(**row) for row in json.loads(figures.read_text())["rows"]]
     assert {(row.policy, row.removed, row.mode) for row in rows} == {
         (*case, mode) for mode in caches.MODES
         for case in (("dense", None), ("knorm:skip_layers=()", 0.5), ("kivi:group_size=8,residual_length=8", None))}
@@ -128,7 +129,7 @@ def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
 
 
 def test_the_best_have_most_right_answers() -> None:
-    rows = [Measured(name, 0.5, "aware", "recall", seed, right, 0.5) for name, right in
+    rows = [CacheFigures(name, 0.5, "aware", "recall", seed, right, 0.5) for name, right in
             (("a", 0.2), ("b", 0.9), ("c", 0.4), ("d", 0.6)) for seed in (0, 1)]
     assert caches.best(rows, "aware", 0.5) == ["b", "d", "c"]
     assert caches.means(rows)["b", 0.5, "aware"] == (0.9, 0.0, 0.5)

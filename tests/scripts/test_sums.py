@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
-from evaluations.search import METHODS, Verifier, last
-from recipes import sums
+from decodax.bench.problems import sums
+from decodax.bench.searches import METHODS, StepVerifier, last
 from recipes.options import Options
 from recipes.run import train
 
@@ -38,10 +38,10 @@ def test_problems_are_right_different_and_held_out() -> None:
 
 def test_a_verifier_errs_as_often_as_it_says() -> None:
     found = sums.problems(200, 4)
-    judge = Verifier(found, 0.1)
+    judge = StepVerifier(found, 0.1)
     said = [judge(p.prompt, [p.answer])[0] for p in found]
     assert 5 < said.count(0.1) < 40 and said == [judge(p.prompt, [p.answer])[0] for p in found]
-    assert Verifier(found, 0.0)(found[0].prompt, [found[0].answer, "00+00=01\n"]) == [0.9, 0.1]
+    assert StepVerifier(found, 0.0)(found[0].prompt, [found[0].answer, "00+00=01\n"]) == [0.9, 0.1]
 
 
 @pytest.mark.full

@@ -16,11 +16,12 @@ import train
 
 import decodax as dx
 from decodax.algorithms.diffusion import MaskedDiffusion
+from decodax.bench.problems import puzzles as problems
 from decodax.common.registry import ALGORITHMS
 from decodax.models import Diffusion, Transformer, llama
-from decodax.train import loop
+from decodax.train import loop, own_answers
 from decodax.train import masked_diffusion as dt
-from recipes import diffusion, problems
+from recipes import diffusion
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from tests.matrix import often
@@ -74,7 +75,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
     lm_ = dx.load(path)
     assert lm_.diffusion == FULL and lm_.eos == [0] and lm_.vocab_size == 47
     found = [p for task in ("copy", "sudoku") for p in problems.problems(task, 3)]
-    batch = jax.tree.map(jnp.asarray, diffusion.rows_of(found))
+    batch = jax.tree.map(jnp.asarray, problems.rows_of(found))
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, FULL))  # type: ignore[arg-type]
     answers = np.asarray(batch.answer)
     expected = [diffusion.reply(row[answer]) for row, answer in zip(filled, answers, strict=True)]
@@ -228,18 +229,18 @@ def test_a_model_of_next_sequences_verifies_its_own_masks(corpus, tmp_path):
 
 def test_beginnings_of_texts_leave_room_for_an_answer_at_any_place():
     stream = np.arange(1, 400, dtype=np.int32)
-    batch = diffusion.beginnings(stream, 200, 24, 8)
+    batch = own_answers.beginnings(stream, 200, 24, 8)
     first, end = batch.answer.argmax(1), batch.live.sum(1)
     assert (batch.answer.sum(1) == 8).all() and (end == first + 8).all()
     assert set(first) == set(range(8, 17))
     for row, length in zip(batch.tokens, end, strict=True):
         assert row[:length].tolist() == list(range(row[0], row[0] + length)) and not row[length:].any()
     with pytest.raises(ValueError, match="corpus: got 9 tokens, takes 24 or more"):
-        diffusion.beginnings(stream[:9], 2, 24, 8)
+        own_answers.beginnings(stream[:9], 2, 24, 8)
 
 
 def test_every_row_of_a_fixed_set_comes_once_an_epoch():
-    chosen = lambda step, seed=2: diffusion.chosen(np.arange(10), 4, seed, step)
+    chosen = lambda step, seed=2: own_answers.chosen(np.arange(10), 4, seed, step)
     drawn = np.concatenate([chosen(i) for i in range(5)])
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and list(drawn[:10]) != list(drawn[10:])
     np.testing.assert_array_equal(chosen(3), chosen(3))

@@ -20,8 +20,8 @@ from decodax.jobs.own_chats import question_prompt, write_chats
 from decodax.models import EncoderDecoder, EncoderText
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.train.drafting.systems import SYSTEMS
+from decodax.train.drafting.texts import examples
 from recipes import run as program
-from recipes.drafter import examples
 from recipes.options import PRESETS, Options
 from tests.matrix import often
 from tests.scripts.killed import QUIET, metrics, resumed, same

@@ -17,12 +17,13 @@ import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.train.masked_diffusion import widened
+from decodax.train.own_answers import unanswered
 from decodax.train.tuning import read_examples
 from decodax.train.tuning.mbr import selected_answers
+from decodax.train.tuning.tuned import checked
 from recipes import run as program
 from recipes.options import Options, from_arguments
-from recipes.own_answers import unanswered
-from recipes.tune import checked, rule_of
+from recipes.tune import rule_of
 from tests.matrix import often
 from tests.scripts.killed import QUIET, resumed, same
 from tests.small_tokenizers import byte_level, save

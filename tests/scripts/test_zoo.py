@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 import decodax as dx
 import decodax.models
 from decodax.algorithms.speculative.heads import drafting_source
+from decodax.bench.problems.puzzles import TASKS
 from decodax.io.checkpoint import load_diffusion, load_model
 from decodax.io.drafters import is_drafter
 from decodax.train import corpus as data
 from decodax.train import language_model as lm
 from decodax.train import masked_diffusion as dt
 from recipes import diffusion, recall
-from recipes.problems import TASKS
 
 ZOO = Path(next(iter(decodax.models.__path__))) / "zoo"
 DRAFTERS = sorted(p.name for p in ZOO.iterdir() if is_drafter(p))

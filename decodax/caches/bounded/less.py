@@ -12,6 +12,9 @@ prompt may have any width, and no more than the window is stored.
 
 With grouped queries each query head has its own `phi` and shares the state of its key head, as in the authors' code for
 Falcon. Unlike here, their code prefills a prompt with full attention. Kernels are constants of the compiled programs.
+
+The outputs are those of the authors' code (0e0cf98) with base Lambda, without the 1e-6 that it adds to sums. Prompts
+are read through the state, as in its evaluation of perplexity. H2O as the base is not implemented.
 """
 
 from __future__ import annotations

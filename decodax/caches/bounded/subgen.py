@@ -10,6 +10,9 @@ by its probability. Both sums are unbiased. The latest tokens are stored exactly
 The draws depend on a token's position and on `seed` alone, so drafts and chunks do not change the result. The latest
 tokens are moved to the sketch `every` at a time, and a round does not commit tokens beyond that point. When the maximum
 number of clusters is reached, each key joins the nearest one.
+
+No code is public. The number of clusters is bounded, and the latest tokens are stored separately, as in the paper's
+experiments.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Paradigm with Graph-Based KV Cache Eviction", Li et al., 2025).
 The best tokens by a score are often similar, and a few of them would be enough. So the best tokens of a head, the
 sources, lower the scores of the tokens whose keys are nearest to theirs, in proportion to the similarity. Then the best
 tokens are chosen.
+
+The authors' repository (21a850b) does not contain the rule. The number of neighbours, which the paper leaves open, is
+an option; tokens of the window are not part of the graph.
 """
 
 from __future__ import annotations

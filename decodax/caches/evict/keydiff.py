@@ -1,5 +1,8 @@
 """KeyDiff: evicts the tokens whose keys are most similar to the mean key ("KeyDiff: Key Similarity-Based KV Cache
-Eviction for Long-Context LLM Inference in Resource-Constrained Environments", Park et al., 2025)."""
+Eviction for Long-Context LLM Inference in Resource-Constrained Environments", Park et al., 2025).
+
+Here the whole prompt is prefilled before tokens are evicted; the authors evict block by block.
+"""
 
 from __future__ import annotations
 

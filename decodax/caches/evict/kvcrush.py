@@ -6,6 +6,8 @@ block is described by one bit for each of its tokens: whether the token's score 
 other blocks are sorted by the Hamming distance of their bits to an anchor, and the representatives are taken at equal
 intervals. This is the paper's rule for paged caches, as in its authors' code in OpenVINO GenAI; the paper's rule for
 single tokens has one bit for each head.
+
+In OpenVINO GenAI (da1db864d) representatives are added to the budget; here both share it. Random bits differ.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Cache Eviction via Pseudo Query", Wang et al., 2025).
 The first tokens of an answer are decoded with the prompt tokens that SnapKV keeps. Their queries are closer to those of
 decoding with the full cache than the prompt's own queries are. Together with the latest prompt queries they score all
 tokens of the prompt. The tokens that were decoded ahead are dropped.
+
+The kept tokens are those of the authors' code (74612bd) except for its mask: here the tokens that are decoded ahead
+attend to the whole prompt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """SCOPE: separate budgets for the prompt and for the tokens after it ("SCOPE: Optimizing Key-Value Cache Compression in
-Long-context Generation", Wu et al., 2024)."""
+Long-context Generation", Wu et al., 2024).
+
+With `slide` and `adaptive` tokens are evicted at the authors' steps. With `discontinuous` they are chosen every 15
+tokens of a row; the authors' counters run over all rows and layers.
+"""
 
 from __future__ import annotations
 

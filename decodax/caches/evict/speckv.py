@@ -3,6 +3,9 @@ LLMs", Galim et al., 2025).
 
 A draft model writes the beginning of an answer, and the target model prefills it once. The queries of these tokens and
 of the latest prompt tokens choose the prompt tokens that each head keeps. The drafted tokens are dropped.
+
+The kept tokens are those of the authors' code (d79e404). The draft has a fixed length, `lookahead_tokens`, so that a
+row does not depend on other requests; of equally near neighbours the earlier one is kept.
 """
 
 from __future__ import annotations

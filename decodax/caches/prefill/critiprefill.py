@@ -6,6 +6,9 @@ block of keys are each represented by the minimum and maximum of each channel. T
 those of the layer before, give the criticality of a block for the segment. The queries attend to the most critical
 blocks and to their own segment. The first segments and the last one use full attention, and so do all tokens after the
 prompt.
+
+The blocks attended to are those of the authors' code (3067f1e) from position `threshold_len` on. Segments are
+processed once the whole prompt is known.
 """
 
 from __future__ import annotations

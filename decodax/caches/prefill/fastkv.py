@@ -4,6 +4,9 @@ Cache Compression for Prefill-Decoding Acceleration", Jo et al., 2025).
 The first layers run on the whole prompt. After the TSP layer (token-selective propagation), only the tokens are passed
 on that its latest queries attend to. Each layer then evicts some of the tokens that it has run on, by SnapKV's rule,
 for each head separately.
+
+The kept tokens are those of the authors' code (b978769). The model has to be one of this library's transformers. A
+drafter that reads hidden states gets those of the layer where the prompt is cut.
 """
 
 from __future__ import annotations

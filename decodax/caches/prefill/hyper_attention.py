@@ -15,6 +15,9 @@ numbers depend on the layer and the position of a half, so the result of a row d
 The sorted queries of a shorter second half are divided evenly over the blocks. With fewer than `min_seq_len` queries it
 uses full attention. In the authors' float32 and CUDA code, columns that a query has attended to in its block count
 twice; here they count once, as in their Triton kernel.
+
+The outputs are those of the authors' code (68b91e9) with its Triton kernel, for prompts of `min_seq_len` times a
+power of two.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ decoding with this cache.
 `fit_kv_prediction` finds the maps of least squared error, and with `steps` trains them with two of the paper's three
 losses: the absolute error of keys and values, and the loss of the target model if it attends to predicted entries
 alone. `train_kv_prediction` also trains the auxiliary model, with its own loss as the third.
+
+The maps are those of the authors' code (apple/corenet, 7bbedac); with norms of keys theirs are applied before the
+norm, here after it. The authors train both models on 140 billion tokens.
 """
 
 from __future__ import annotations

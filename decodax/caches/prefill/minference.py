@@ -12,6 +12,10 @@ the estimate and attention have the same scores.
 
 If all columns are kept, it is dense attention. Tokens after a prompt attend to all tokens. Layers with sliding windows
 always use full attention within the window.
+
+Columns and diagonals are those of the authors' code (fb56c91), tiles those of its kernel, and with segments of vLLM's
+(161944b). Only patterns of the kind `vertical_and_slash` are supported; a head keeps at least `near` diagonals.
+Biases that differ between heads are not supported.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@ Selective Token Retention in Intermediate Layers for Efficient Large Language Mo
 
 Layers up to the chosen one run on the whole prompt, later ones only on the tokens with the highest scores and the
 newest token. In the end the first layers keep the same tokens, too.
+
+The kept tokens are those of the authors' rule (472bfef). The model has to be one of this library's transformers. A
+drafter that reads hidden states gets those of the layer where the prompt is cut.
 """
 
 from __future__ import annotations

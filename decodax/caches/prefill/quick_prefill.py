@@ -7,6 +7,8 @@ never entirely in memory: there are slots for the kept share and for one group. 
 contain the question, and all tokens after the prompt are kept.
 
 The authors' groups are frames of a video. Here they are any tokens of a prompt.
+
+The kept tokens are those of the authors' code (QuickVideo f079e45, `key_norms_small`).
 """
 
 from __future__ import annotations

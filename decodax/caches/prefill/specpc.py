@@ -6,6 +6,8 @@ latest queries, with larger weights for later ones, and from those of tokens tha
 draft model's layers except the first ones. The best tokens and their neighbours are kept, and the latest tokens. The
 target model prefills these as if they were the prompt, without gaps. Here their positions are the last ones before the
 tokens that follow, which is the same for a model whose attention depends on distances alone.
+
+The kept tokens are those of the authors' code (d79e404). Positions have to be rotary.
 """
 
 from __future__ import annotations

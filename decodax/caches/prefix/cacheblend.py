@@ -4,6 +4,9 @@ Language Model Serving for RAG with Cached Knowledge Fusion", Yao et al., 2024).
 With `score="kvshare"`, tokens are chosen as in the first stage of KVShare ("KVShare: An LLM Service System with
 Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025), and the result includes the statistics that
 its second stage needs (`decodax.caches.prefix.kvshare`).
+
+Tokens after a recomputed one are masked by their positions; in the authors' code (55ad026) they are masked by their
+place among the recomputed ones.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ small grid of pairs, 2 bits per number (HIGGS: Malinovskii et al., 2024). The fi
 
 A layer can only be decoded after the layers below it. Each layer decodes all of them again, so the time of a round
 grows with the square of the depth: this saves memory, not time.
+
+Maps and codes are those of the authors' code (e744183) except for half precision. The tables of `fit_predictors` have
+0.2 and 4 percent more squared error.
 """
 
 from __future__ import annotations

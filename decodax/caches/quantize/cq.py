@@ -3,6 +3,8 @@ Per Channel: Efficient Large Language Model Inference with Coupled Quantization"
 
 Channels of a key or a value depend on one another, so encoding several of them together takes fewer bits than encoding
 each alone. Keys are encoded before rotation. `decodax.train.fit_codebooks` finds the centroids.
+
+No code is public. Tokens are weighted by gradients of the loss on the next token (`fisher` of `fit_codebooks`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """GEAR: quantization with separate outliers and a low-rank approximation of the error ("GEAR: An Efficient KV Cache
-Compression Recipe for Near-Lossless Generative Inference of LLM", Kang et al., 2024)."""
+Compression Recipe for Near-Lossless Generative Inference of LLM", Kang et al., 2024).
+
+A prompt is compressed in buffers, like later tokens, and outliers of values are found in each head; the authors
+compress the prompt as one matrix.
+"""
 
 from __future__ import annotations
 

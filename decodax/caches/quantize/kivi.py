@@ -3,6 +3,9 @@ Quantization for KV Cache", Liu et al., 2024).
 
 Some channels of keys are large in all tokens, so each channel has its own scale. KV-AdaQuant, GEAR, SQuat and QuantSpec
 build on this quantization.
+
+128 keys and values are quantized together; in the authors' code values are quantized one by one as they leave the
+whole ones. Codes with 2, 4 and 8 bits are those of their `quant_and_pack_kcache` and `quant_and_pack_vcache`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ et al., 2025).
 The same channels of a head's rotated keys are kept for all texts; `decodax.train.fit_channels` learns them. The first
 tokens and the latest ones keep all channels. A head that keeps no channel attends to no other tokens, and their values
 are dropped, too.
+
+Loss, stages and rounding are those of the authors' code (fb56c91).
 """
 
 from __future__ import annotations

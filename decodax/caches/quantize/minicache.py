@@ -5,6 +5,8 @@ In the deep half of a network, a token's key in one layer has nearly the same di
 its value. From the middle on, layers are merged in pairs: for each token of a prompt, one interpolated direction is
 stored for both layers, and the norm for each. The tokens whose directions differ most are stored exactly, and so are
 the tokens after the prompt.
+
+The 5% of tokens that differ most are kept, as in KVCache-Factory; the paper has a threshold.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ queries attend to the token. The largest and smallest numbers of a token are out
 
 Codes of different widths are concatenated in a pool of bytes of fixed size: `mean_bits` for each number on average. If
 a text needs more, the widest codes get fewer bits until it fits. Tokens after the prompt are not quantized.
+
+Bits and numbers are those of the authors' code (f8d47e0) with uniform codes, stored in a bounded pool. At least one
+bit is kept. A prompt is encoded once.
 """
 
 from __future__ import annotations

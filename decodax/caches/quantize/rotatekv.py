@@ -4,6 +4,9 @@ Quantization for LLMs via Outlier-Aware Adaptive Rotations", Su et al., 2025).
 The transform spreads the large channels of keys, before their rotary embedding, over the channels of several heads.
 Then channels are reordered by their sums on texts, so that channels that share a step are similar. Values are
 transformed head by head. The tokens of massive activations, which act as attention sinks, are not quantized.
+
+Numbers are those of the authors' code (3055e2b). The inputs of each layer are found by prefilling the prompt once
+more (`sinks=0`: not); values are transformed when they are read; new tokens are quantized 32 at a time.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Quantization", Wang et al., 2025).
 Most queries of a head are close to a subspace, that of the largest singular values of the prompt's queries. A key is
 quantized a few channels at a time, and the remaining channels compensate the error, so that the products with queries
 of the subspace change least.
+
+Codes are those of the authors' code (ff91f13); values are quantized together with keys.
 """
 
 from __future__ import annotations

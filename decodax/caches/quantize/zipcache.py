@@ -8,6 +8,9 @@ channel, and have a step for each token of a head.
 
 Tokens after the prompt are not quantized until there are `stream_gap` of them. Then the attention of the newest one
 measures their salience, and all are quantized. A round commits no token beyond that point.
+
+Salience and steps are those of the authors' code (b6932b9). A step is shared by the values of a token in a head, not
+by all heads; written tokens do not change; random probes are the same for all prompts of a length.
 """
 
 from __future__ import annotations

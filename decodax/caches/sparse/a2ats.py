@@ -13,6 +13,9 @@ a group attend to all tokens that one of them has taken, to the first tokens, an
 
 A code depends on its own key alone, and the latest positions are always attended to, so it does not matter which of
 them are committed. Prompts are prefilled with full attention.
+
+Codes and outputs are those of the authors' code (71f10b0). Of tokens with one centroid the earlier ones are taken.
+The newest token of a prompt chooses as well; there it uses full attention. Keys are not offloaded.
 """
 
 from __future__ import annotations

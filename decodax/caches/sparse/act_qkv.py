@@ -19,6 +19,9 @@ decoding.
 The authors keep one set of query statistics for all layers and texts, and in larger chunks their windows attend to some
 keys twice. Here each layer of a text has its own statistics, and each key is attended to once. Their option to add a
 question's query to the scores of a prompt is not implemented.
+
+Otherwise the chosen blocks are those of the authors' code (175c84b), except that tokens keep their own positions and
+scores are rounded to 14 bits, so that equal blocks tie.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ commit one token.
 If all blocks are chosen, all tokens are attended to; the authors' code leaves out one token after a text of complete
 blocks. `fit_attention_predictor` trains on full attention over your texts, with the same weight for all layers and
 heads, and the squared error of the maximum weights of blocks.
+
+With `every=1` the tokens attended to are those of the authors' code (8196868), also with `full=`. Its training data
+and the weights of its losses are not public.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ for Efficient Long-Context LLM Inference", Tang et al., 2024).
 The digest of a page is the minimum and the maximum of each channel over its keys. They give an upper bound of the
 product of a query with any key of the page, which is the score of the page. `decodax.caches.sparse.pages` describes
 which tokens are attended to.
+
+Pages are chosen for a group of heads together, and the latest 64 tokens and the page that is being filled are always
+attended to. In the authors' code each query head chooses, and the latest page competes. The paper has no offloading.
 """
 
 from __future__ import annotations

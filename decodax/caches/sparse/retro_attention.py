@@ -12,6 +12,9 @@ the query and the keys of that step. So `(n, v)` merges the partial results of `
 and so on down to its own step. All of these are computed in parallel and merged along paths; those of the latest
 committed steps are stored. A key is final `window - 1` steps after its own. Until then, later rows attend to the
 version that is among the rows.
+
+The authors' repository (7804760) contains only a test. Pages are chosen by the newest token alone and are not revised
+later; of a prompt only the newest token is recomputed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ taken as soon as it has ended.
 The sentence of each node is determined from the tokens before it that the node attends to: entries hold the query of
 each node and whether it ends a sentence. So every node of a chain or tree gets the same result as in plain decoding. A
 query with at most `budget` tokens before it attends to all of them.
+
+The outputs are those of the authors' plain attention (d6bb131), with three exceptions: the token after the first ones
+can be chosen, a query within the budget attends to everything, and sentences of any length count. Key heads choose
+the tokens of the prompt, not query heads.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ their values are fetched.
 
 The authors store values in host memory. `offload=True` does the same, chunk by chunk. Otherwise they are on the device,
 and only the memory of keys is saved.
+
+The tokens attended to are those of the authors' code (a21f5a9, its class for accuracy); keys agree to rounding.
 """
 
 from __future__ import annotations

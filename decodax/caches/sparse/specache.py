@@ -15,6 +15,8 @@ weight.
 
 The authors have published no code. The paper does not say how heads of a group share positions; a reimplementation
 (github.com/intelli-jsong/SpeCache, b447f6f) takes means, as is done here.
+
+It does not combine with drafts, and saves no memory on TPUs yet (docs/results/tpu.md).
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ can be combined with it: the output is that of plain decoding with this cache.
 In the authors' code, rounds that attend to all tokens verify their drafts in that way, too, and drafts choose blocks
 together with the newest token. The output would then depend on the drafts. Here only the newest token attends to all
 tokens and chooses.
+
+Without drafts, blocks and tokens are those of the authors' code (cb9a677), except that up to 15 tokens between the
+last whole block and the window are attended to.
 """
 
 from __future__ import annotations

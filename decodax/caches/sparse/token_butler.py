@@ -13,6 +13,9 @@ its own ancestors, as in plain decoding.
 
 The loss of `fit_token_butler` includes all pairs of a query and a key, masked ones too, as in the authors' code. The
 input is normalised by a norm of the predictor's own, while in their code it is taken after the model's norm.
+
+The predictor is that of the authors' code (d74798d), without its second network. Its code rotates the predictor's
+keys anew at each step with a cache; here they are rotated once.
 """
 
 from __future__ import annotations

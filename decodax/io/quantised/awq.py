@@ -58,7 +58,7 @@ class AwqLinear(GroupedLinear):
 
 @dataclasses.dataclass(frozen=True)
 class Awq(Scheme):
-    """The configuration. `group` is the number of inputs of a group; -1: all."""
+    """Reads AWQ checkpoints by their `quantization_config`. `group` is the number of inputs of a group; -1: all."""
 
     group: int
 

@@ -61,7 +61,7 @@ class TableLinear(StoredLinear):
 
 @dataclasses.dataclass(frozen=True)
 class BitsAndBytes(Scheme):
-    """The configuration.
+    """Reads bitsandbytes checkpoints by their `quantization_config`.
 
     Attributes:
         four: True for 4 bits, False for 8.

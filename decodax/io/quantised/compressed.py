@@ -58,7 +58,7 @@ class PackedLinear(GroupedLinear):
 
 @dataclasses.dataclass(frozen=True)
 class CompressedTensors(Scheme):
-    """The configuration.
+    """Reads compressed-tensors checkpoints by their `quantization_config`.
 
     Attributes:
         bits: the numbers of bits of packed codes that the file may have.

@@ -51,10 +51,11 @@ class ExpertLinear(StoredLinear):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Weights(Scheme):
-    """The configuration.
+    """Reads checkpoints with weights in 8-bit floats (e4m3) and a scale for each tensor, output or block, by their
+    `quantization_config`.
 
     Attributes:
-        blocks: the size of a block, if there are blocks.
+        blocks: outputs and inputs of a block that has one scale, as one pair; empty without blocks.
     """
 
     blocks: tuple[tuple[int, int], ...]

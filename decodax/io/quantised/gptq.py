@@ -57,7 +57,7 @@ class GptqLinear(GroupedLinear):
 
 @dataclasses.dataclass(frozen=True)
 class Gptq(Scheme):
-    """The configuration.
+    """Reads GPTQ checkpoints by their `quantization_config`.
 
     Attributes:
         bits: number of bits of a code.

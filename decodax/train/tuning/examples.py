@@ -156,3 +156,10 @@ class ExampleBatches:
 
 
 __all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples"]
+
+
+def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:
+    """Returns the prompts of the first rows, as token ids; of a row of text its first quarter."""
+    given = [(row, int(own.argmax()), int(own.sum())) for row, own in zip(rows.tokens[:count], rows.learned[:count],
+                                                                          strict=True)]
+    return [row[:first if first > 1 else max(size // 4, 1)].tolist() for row, first, size in given]

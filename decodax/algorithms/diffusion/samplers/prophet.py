@@ -73,7 +73,8 @@ def prophet(lm: Any, block_length: Count = 32, steps: Count | None = None, answe
         steps: number of steps of a block. None: one position per step.
         answer: first position of the answer, counted from the end of the prompt, and its length (5 as published). None:
             the whole text.
-        gaps: gaps between the two largest logits from which the answer is certain, in each third of the steps.
+        gaps: gap between the two largest logits, averaged over the answer's positions, from which the answer is
+            certain, in each third of the steps.
         size: maximum number of new tokens of a text. None: the budget of the call.
     """
     gap = Gap(block_length if steps is None else steps, block_length, answer, gaps)

@@ -30,7 +30,8 @@ def adaeagle(lm: Any, draft: Any = None, length: Count = 8, network: Any = None,
 
     Args:
         lm: the target.
-        draft: a drafter of "eagle", "hass" or "eagle-3" from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter of "eagle", "hass" or "eagle-3" from `decodax.load_drafter`; None: the one shipped for the
+            target, if any.
         length: largest number of drafts in a round.
         network: a result of `decodax.train.fit_draft_length`.
         samples: prompts as token ids, to train a network on.

@@ -256,8 +256,8 @@ def block_draft_refinement(lm: Any, draft: Any = None, rescore: Source | None = 
 
     Args:
         lm: the target.
-        draft: a drafter of the systems `blockwise-parallel` or `medusa`, from `decodax.load_drafter`; None: the shipped
-            one.
+        draft: a drafter of the systems `blockwise-parallel` or `medusa`, from `decodax.load_drafter`; None: the one
+            shipped for the target, if any.
         rescore: the model of the local rescoring, such as `dx.drafts.DraftModel(small)`; None: the n-gram model.
         length: number of drafts on a path; None: one for each head.
         paths: number of paths of the n-gram model that are verified.

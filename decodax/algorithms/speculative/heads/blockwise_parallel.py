@@ -29,7 +29,7 @@ def blockwise_parallel(lm: Any, draft: Any = None, length: Count | None = None, 
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of drafts in a round; None: one for each head.
         minimum: smallest number of tokens of a round; above 1, guesses that the target rejects are kept.
         verify: the rule that accepts drafts; None: the most likely token (`dx.verify.Greedy()`). The paper's others are

@@ -24,7 +24,7 @@ def chimera(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Veri
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: EAGLE's 25 nodes in 5 levels, as in the authors' code, or a chain for a
             drafter of fewer tokens.
         verify: the rule that accepts drafts; None: seed-exact. The paper's other one is

@@ -25,7 +25,8 @@ def clover(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
 
     Args:
         lm: the target.
-        draft: a drafter of "clover" or "clover-2" from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter of "clover" or "clover-2" from `decodax.load_drafter`; None: the one shipped for the
+            target, if any.
         shape: shape of the draft tree; None: EAGLE's 25 nodes in 5 levels, as in the code of Clover-2, or a chain for a
             drafter of fewer tokens.
         verify: the rule that accepts drafts; None: seed-exact.

@@ -25,7 +25,7 @@ def dflash(lm: Any, draft: Any = None, length: Count | None = None, verify: Veri
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of drafts that are verified; None: all that the block predicts. Fewer pay off under load.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -24,7 +24,7 @@ def dflash2(lm: Any, draft: Any = None, length: Count | None = None, verify: Ver
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of drafts that are verified; None: all that the block predicts.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -61,7 +61,7 @@ def dspark(lm: Any, draft: Any = None, length: Count | None = None, threshold: S
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: largest number of drafts that are verified; None: all that the block predicts.
         threshold: predicted probability that all drafts are accepted below which the chain ends; not used for a head
             without a confidence head. Larger values pay off under load.

@@ -29,7 +29,7 @@ def eagle(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: the authors' 25 nodes in 5 levels.
         verify: the rule that accepts drafts; None: seed-exact.
     """
@@ -45,7 +45,7 @@ def eagle2(lm: Any, draft: Any = None, nodes: Count = 60, length: Count = 6, wid
 
     Args:
         lm: the target.
-        draft: a drafter of "eagle" from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter of "eagle" from `decodax.load_drafter`; None: the one shipped for the target, if any.
         nodes: number of drafts to verify.
         length: number of levels.
         width: number of nodes expanded in a level, and of children of each.

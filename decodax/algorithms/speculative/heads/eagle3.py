@@ -27,7 +27,7 @@ def eagle3(lm: Any, draft: Any = None, length: Count = 6, nodes: Whole = 60, wid
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of levels.
         nodes: number of drafts to verify; 0: a chain of `length`.
         width: number of nodes expanded in a level, and of children of each.

@@ -163,7 +163,7 @@ def falcon(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: the authors' 75 nodes in 4 levels, which are 2 blocks of 2.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -26,7 +26,7 @@ def glide(lm: Any, draft: Any = None, length: Count = 5, shape: Shape | None = N
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of drafts in a chain.
         shape: another shape of the draft tree, such as the paper's `decodax.trees.CaPE`.
         verify: the rule that accepts drafts; None: seed-exact.

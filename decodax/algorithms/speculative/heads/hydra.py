@@ -21,7 +21,7 @@ def hydra(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: Medusa's 63 nodes in 4 levels, or a chain for a drafter with fewer heads.
         verify: the rule that accepts drafts; None: seed-exact.
     """
@@ -37,7 +37,7 @@ def hydra_plus_plus(lm: Any, draft: Any = None, shape: Shape | None = None, veri
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: Medusa's 63 nodes in 4 levels, or a chain for a drafter with fewer heads.
         verify: the rule that accepts drafts; None: seed-exact.
     """

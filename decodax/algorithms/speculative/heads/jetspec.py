@@ -28,7 +28,7 @@ def jetspec(lm: Any, draft: Any = None, nodes: Count = 64, length: Count | None 
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         nodes: number of drafts to verify; the paper takes 128 to 256 on an H100.
         length: largest number of drafts on a path; None: all that the block predicts.
         width: number of nodes expanded in a layer, and of children of each.

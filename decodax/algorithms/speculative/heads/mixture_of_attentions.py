@@ -60,7 +60,7 @@ def mixture_of_attentions(lm: Any, draft: Any = None, length: Count = 6, nodes: 
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of levels.
         nodes: number of drafts to verify; 0: a chain of `length`.
         width: number of nodes expanded in a level, and of children of each.

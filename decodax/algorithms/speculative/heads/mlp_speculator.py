@@ -22,7 +22,7 @@ def mlp_speculator(lm: Any, draft: Any = None, shape: Shape | None = None,
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: a chain of as many tokens as the drafter predicts.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -84,7 +84,7 @@ def mumo(lm: Any, draft: Any = None, candidates: Count = 10, verify: Verifier | 
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         candidates: number of units that are verified together.
         verify: the rule that accepts drafts; None: seed-exact.
     """

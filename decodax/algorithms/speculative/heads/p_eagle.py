@@ -64,7 +64,7 @@ def p_eagle(lm: Any, draft: Any = None, length: Count | None = None, verify: Ver
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         length: number of drafts; None: as many as the head was trained for.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -5,6 +5,9 @@ After the text, the model is asked to repeat it, and the text is prefilled once 
 token is the maximum attention that it receives from any of these queries, where a query attends to the first tokens,
 the original chunk, and the repeated tokens before it. The score does not depend on a question, so the cache suits any
 question. It takes about twice the time of a prefill.
+
+The model is asked in the authors' words; `ask`, `go_on` and `answer` replace them. A head keeps at most `head_cap`
+times the budget (None: no bound, as in the paper).
 """
 
 from __future__ import annotations

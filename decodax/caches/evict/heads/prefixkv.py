@@ -2,6 +2,8 @@
 Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient Generation", Wang et al., 2024).
 
 `decodax.train.fit_layers` measures the shares.
+
+The search for the shares is the authors' (39b7265). They also evict while decoding; here all later tokens are kept.
 """
 
 from __future__ import annotations

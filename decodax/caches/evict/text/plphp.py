@@ -4,6 +4,8 @@ Vision Token Pruning for Efficient Large Vision-Language Models", Meng et al., 2
 After a prompt, a layer is judged by the attention of the newest token to all image tokens, in the mean over heads. An
 attentive layer keeps a larger share of the image tokens, an indifferent one a smaller share. Each head chooses its own
 tokens, by the same attention. Text tokens are kept.
+
+No code is public; what the paper leaves open is an option.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ decoding, these tokens are kept, and of the tokens after the prompt a pool, by t
 The paper does not say which queries count and how often tokens are evicted. Here the latest queries count, and tokens
 are evicted every `every` tokens. The examples of the latest tokens are kept first, since they contain the question. If
 the last example alone does not fit, the latest tokens are kept instead.
+
+No code is public. While decoding, a number of tokens is kept; in the paper it is a share.
 """
 
 from __future__ import annotations

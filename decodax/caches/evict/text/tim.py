@@ -9,6 +9,9 @@ the distances from a new token.
 
 TIMRUN evicts a list when it is finished. Here this happens after the prompt and then every `every` tokens. So the cache
 depends on the committed tokens alone, and rounds are only cut at these points.
+
+No code is public. Marks are token ids; the JSON of the authors' model is not parsed. The arrays have the length of
+the whole text: the cache saves time and positions, not memory.
 """
 
 from __future__ import annotations

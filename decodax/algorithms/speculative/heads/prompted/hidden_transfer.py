@@ -29,7 +29,7 @@ def hidden_transfer(lm: Any, draft: Any = None, shape: Shape | None = None, veri
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: a chain with a draft for each pseudo state.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -78,7 +78,7 @@ def pass_(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree; None: a chain of the next token and one for each embedding.
         verify: the rule that accepts drafts; None: seed-exact.
     """

@@ -139,7 +139,7 @@ def ppd(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the shipped one.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
         shape: shape of the draft tree, such as the paper's, `dx.trees.SparseTrees`; None: a chain with a draft for each
             prompt token.
         verify: the rule that accepts drafts; None: seed-exact.

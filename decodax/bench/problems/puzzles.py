@@ -3,7 +3,7 @@
 The problems follow ParallelBench (Kang et al. 2025): operations on lists, arithmetic, brackets and 4x4 sudoku. In some,
 each token of the answer follows from the prompt by itself (copy). In others, the tokens depend on one another: in
 another order of a list every element is equally likely at every place, so tokens that are drawn at once repeat. The
-shipped `tasks-diffusion` is trained on them by `scripts/train.py diffusion`; `scripts/evaluate.py` measures with them.
+shipped `tasks-diffusion` is trained on them.
 
 A seed alone decides what the problems are. One in `HELD_OUT` of all prompts, by a checksum of the prompt, is kept from
 training.
@@ -20,10 +20,12 @@ import functools
 import itertools
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from decodax.train.masked_diffusion import Batch
 
 SYMBOLS = "ABCDEFGHIJKLMNOP"
 DIGITS = "0123456789"
@@ -229,3 +231,27 @@ TASKS: dict[str, ProblemTask] = {task.name: task for task in (
                 lambda given, text: text in sudoku_grids() and _fits(given, text)),
 )}
 """By name."""
+
+
+LENGTH = LONGEST_PROMPT + CANVAS
+"""Tokens of a row of a problem."""
+
+
+def rows_of(found: Sequence[Problem]) -> Batch:
+    """Returns problems as rows of `LENGTH` tokens: prompt, answer, end tokens up to the canvas, and tokens that are not
+    live."""
+    shape = len(found), LENGTH
+    tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    for i, problem in enumerate(found):
+        prompt, reply = encode(problem.prompt), encode(problem.answer)
+        end = len(prompt) + CANVAS
+        tokens[i, :len(prompt) + len(reply)] = prompt + reply
+        answer[i, len(prompt):end] = live[i, :end] = True
+    return Batch(tokens, answer, live)       # type: ignore[arg-type]  # the end token is 0
+
+
+def problem_batch(count: int, seed: int, step: int, weights: Sequence[str] = ()) -> Batch:
+    """Returns the problems of a step, of random tasks; `weights` are the shares of tasks that are not 1, TASK=SHARE."""
+    rng, given = random.Random(f"{seed}:{step}"), dict(item.split("=") for item in weights)
+    shares = [float(given.get(task, 1)) for task in TASKS]
+    return rows_of([draw(task, rng) for task in rng.choices(list(TASKS), shares, k=count)])

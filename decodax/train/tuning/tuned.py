@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-import decodax as dx
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
+from decodax.io.quantize import save
+from decodax.models import Transformer
+from decodax.models.packed import Packed
 from decodax.train.language_model import token_losses
 from decodax.train.tuning import (
     AnySubsetLoss,
@@ -58,7 +60,7 @@ class Tuned:
 
     def write(self, target: Path, shipped: Any) -> None:
         """Writes the weights into a directory."""
-        dx.save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+        save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
 
 
 class TunedAnySubset(Tuned):
@@ -122,3 +124,22 @@ class TunedHeads(Tuned):
                    "use_enhanced_features": True, "hidden_size": self.lm.model.config.width,
                    "base_model_type": self.lm.config_entries.get("model_type")}
         (target / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def checked(lm: Any, fills: bool = False) -> Any:
+    """Returns the model if all its weights can be trained. `fills` is True if it has to be one that fills masks.
+
+    Raises:
+        ValueError: another kind of model, or packed weights.
+    """
+    if fills and (not isinstance(lm.model, Transformer) or lm.diffusion is None or lm.diffusion.mask is None):
+        raise ValueError(f"target: got {lm.name!r}, which fills no masks; takes a diffusion model with this objective")
+    if not fills and (not isinstance(lm.model, Transformer) or lm.diffusion is not None):
+        raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}"
+                         f"{'' if lm.diffusion is None else ' that fills masks'}; takes a decoder that reads from left "
+                         "to right")
+    packed = lambda x: isinstance(x, Packed)
+    if any(map(packed, jax.tree.leaves(lm.params, is_leaf=packed))):
+        raise ValueError(f"target: got {lm.name!r} with packed weights; takes a model whose weights are arrays "
+                         "(--widen)")
+    return lm

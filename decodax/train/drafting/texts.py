@@ -1,0 +1,87 @@
+"""The texts that drafters are trained and measured on: Python files or examples, as tokens of a target."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from decodax.models.drafters.units import frequent_units
+from decodax.train import corpus
+from decodax.train.tuning import read_examples
+
+EVERY = 20
+"""One of `EVERY` examples is held out."""
+
+PROMPTS, PROMPT = 16, 64
+"""Held-out prompts that a drafter is measured on, and their tokens."""
+
+UNITS, LONGEST = 4096, 8
+"""Words that a head of MuMo predicts, and the largest number of their tokens."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text that a drafter is trained and measured on.
+
+    Attributes:
+        train: `i32[N]`, the target's tokens.
+        held: `i32[M]`, held-out tokens.
+        prompts: held-out prompts, as token ids.
+        data: what it is, for the card.
+        where: what the prompts are, for the card.
+        stops: False if decoding goes on behind tokens that end an answer, as it should in code.
+    """
+
+    train: np.ndarray
+    held: np.ndarray
+    prompts: list[list[int]]
+    data: str
+    where: str
+    stops: bool = True
+
+
+def source_code(lm: Any, root: Path | None) -> Text:
+    """Returns the text of Python files, with the target's end of text between them."""
+    train, held = (packed(lm, documents) for documents in corpus.load_corpus(root))
+    starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
+    return Text(train, held, [held[start:start + PROMPT].tolist() for start in starts],
+                corpus.corpus_name() if root is None else f"the .py files of {root.name}",
+                f"{PROMPTS} prompts of {PROMPT} tokens from held-out files", stops=False)
+
+
+def examples(lm: Any, files: Sequence[str]) -> Text:
+    """Returns the text of all examples, concatenated."""
+    found = read_examples([Path(file) for file in files], lm)
+    held = found[EVERY - 1::EVERY] or found
+    used = [x for i, x in enumerate(found) if i % EVERY != EVERY - 1] if len(found) >= EVERY else found
+    joined = lambda some: np.concatenate([np.asarray(x.tokens, np.int32) for x in some])
+    prompts = [list(x.tokens[:x.prompt or PROMPT]) for x in held][:PROMPTS]
+    return Text(joined(used), joined(held), prompts,
+                f"{len(used):,} examples of {', '.join(Path(file).name for file in files)}",
+                f"the prompts of {len(prompts)} held-out examples")
+
+
+def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
+    """Returns the documents as one stream of the target's tokens, with its end of text between them."""
+    if (Path(lm.directory or "") / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_file(str(Path(lm.directory) / "tokenizer.json"))
+        if tokenizer.token_to_id(corpus.END_OF_TEXT) is not None:
+            return corpus.pack(tokenizer, documents)
+    end = lm.eos[0] if lm.eos else 0
+    pieces = [np.asarray([end, *lm.tokenizer.encode(d.text)], np.int32) for d in documents]
+    return np.concatenate([*pieces, np.asarray([end], np.int32)])
+
+
+def units_of(lm: Any, tokens: np.ndarray, count: int) -> np.ndarray:
+    """Returns the most frequent words of several tokens in a text, `i32[U, L]`, padded with -1. A word has the space
+    before it."""
+    often = Counter(re.findall(r"\s?\S+", lm.tokenizer.decode(tokens.tolist()))).most_common(4 * count)
+    pieces = ((tuple(lm.tokenizer.encode(word, add_special_tokens=False)), many) for word, many in often)
+    return frequent_units((piece for piece, many in pieces for _ in range(many)), count, LONGEST)
