@@ -114,7 +114,7 @@ class TunedGroups(Tuned):
         self.names = "next_tokens", "ends", "cross_entropy"
 
     def shardings(self, mesh: jax.sharding.Mesh) -> Any:
-        return super().shardings(mesh), NamedSharding(mesh, PartitionSpec())
+        return super().shardings(mesh), jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), self.start[1])
 
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
         rows = ExampleRows(np.asarray(tokens), np.asarray(learned))
