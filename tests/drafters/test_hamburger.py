@@ -103,10 +103,10 @@ def test_logits_ends_and_losses_are_those_of_the_authors_training():
     logits, stops = (np.stack([np.asarray(x[0, i, j]) for i, j in made]) for x in (logits, stops))
     np.testing.assert_allclose(logits[[0, 1, 2, 5, 8], :3], LOGITS, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(stops, STOPS, rtol=1e-4, atol=1e-3)
-    assert np.abs(logits).mean() == pytest.approx(MEAN, rel=1e-5)
+    assert np.abs(logits).mean() == pytest.approx(MEAN, rel=1e-4)
     scalars = jax.jit(loss)(params, groups, None)[1]
-    assert float(scalars["cross_entropy"]) == pytest.approx(CROSS_ENTROPY, rel=1e-5)
-    assert float(scalars["stop"]) == pytest.approx(STOP, rel=1e-5)
+    assert float(scalars["cross_entropy"]) == pytest.approx(CROSS_ENTROPY, rel=1e-4)
+    assert float(scalars["stop"]) == pytest.approx(STOP, rel=1e-4)
 
 
 @pytest.mark.wide

@@ -149,8 +149,8 @@ def grouped(lm: Any, rows: ExampleRows, steps: int, size: int = 8) -> tuple[np.n
     # a row ends with its last learned token
     inside = np.maximum.accumulate(rows.learned[:, ::-1], 1)[:, ::-1]
     number = np.cumsum(starts, 1) - 1
-    at = np.arange(starts.shape[1])
-    place = at - np.maximum.accumulate(np.where(starts, at, 0), 1)
+    index = np.arange(starts.shape[1])
+    place = index - np.maximum.accumulate(np.where(starts, index, 0), 1)
     many = -(-(1 + int(number[inside].max())) // WHOLE) * WHOLE
     tokens, count = np.zeros((len(rows), many, steps), np.int32), np.zeros((len(rows), many), np.int32)
     learned = np.zeros((len(rows), many), bool)
