@@ -3,12 +3,14 @@
     python scripts/convert.py packed Llama-3-8B-QServe-g128 Llama-3-8B-QServe-g128/pytorch_model.bin llama-3-8b-qserve
     python scripts/convert.py packed vicuna-7b sq-vicuna-7b-w4-s45.pt vicuna-7b-squeezellm
     python scripts/convert.py rwkv RWKV-x070-World-0.1B-v2.8-20241210-ctx4096.pth rwkv7-0.1b
+    python scripts/convert.py hamburger Llama-3.2-1B-Instruct hamburger-llama-1B.ckpt hamburger-1b
 
 `packed` reads QServe and SqueezeLLM. MODEL is a directory with config.json, whose tokenizer is taken, too. Weights that
 the checkpoint lacks, such as embeddings, norms and head in SqueezeLLM's oldest, come from the safetensors files there.
 Codes, tables and scales stay as they are; scales of a quantised cache are left out, since the cache is not quantised
 here. `rwkv` reads RWKV-7 and RWKV-X. Tensors keep their names, numbers and dtype; the model's tokenizer is a file of
-words that is not read here, so the model takes ids. Only these conversions need PyTorch.
+words that is not read here, so the model takes ids. `hamburger` reads a model with its embedder and decoder, which are
+written into a folder beside it. Only these conversions need PyTorch.
 """
 
 from __future__ import annotations
@@ -29,6 +31,30 @@ IGNORED = re.compile(r"^sparse_threshold\.|rotary_emb\.inv_freq$|kv_scale_quant_
 
 def packed(directory: Path, checkpoint: Path) -> Any:
     """Returns the model of a directory with the weights of a QServe or SqueezeLLM checkpoint."""
+    import torch
+
+    return assembled(directory, torch.load(checkpoint, map_location="cpu", weights_only=True))
+
+
+def hamburger(directory: Path, checkpoint: Path, out: Path) -> None:
+    """Writes a model that HAMburger's authors tuned, and its embedder and decoder."""
+    import torch
+
+    import decodax as dx
+    from decodax.io.drafters import TrainedDrafter, save_drafter
+    from decodax.io.drafters.hamburger import FOLDER, read_hamburger
+
+    held = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    state = held.get("state_dict", held)
+    own = {name for name in state if name.startswith("model.")}
+    lm = assembled(directory, {name.removeprefix("model."): state[name] for name in own})
+    head, weights = read_hamburger({name: state[name].float().numpy() for name in state.keys() - own}, lm.model.config)
+    dx.save(lm, out)
+    save_drafter(out / FOLDER, TrainedDrafter("hamburger", head, weights))
+
+
+def assembled(directory: Path, tensors: Mapping[str, Any]) -> Any:
+    """Returns the model of a directory with the weights of a checkpoint, tensors of PyTorch by name."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -43,8 +69,7 @@ def packed(directory: Path, checkpoint: Path) -> Any:
     config = read_json(directory / "config.json")
     decoder, family = read_config(config), text_part(config)["model_type"]
     model = Transformer(decoder)
-    state = {key: value for key, value in torch.load(checkpoint, map_location="cpu", weights_only=True).items()
-             if not IGNORED.search(key)}
+    state = {key: value for key, value in tensors.items() if not IGNORED.search(key)}
     kernels: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for key in [key for key in state if f"{key.rpartition('.')[0]}.qweight" in state and not key.endswith(".bias")]:
         kernels[key.rpartition(".")[0]][key.rpartition(".")[2]] = state.pop(key).numpy()
@@ -123,13 +148,17 @@ FILES: dict[str, Any] = {"checkpoint": given("CHECKPOINT", "file such as pytorch
                          "out": given("OUT", "directory to write; for rwkv it must not exist")}
 COMMANDS = {"packed": Command("a published QServe or SqueezeLLM",
                               model=given("MODEL", "directory with config.json and tokenizer"), **FILES),
-            "rwkv": Command("a published RWKV-7 or RWKV-X", **FILES)}
+            "rwkv": Command("a published RWKV-7 or RWKV-X", **FILES),
+            "hamburger": Command("a model of HAMburger's authors",
+                                 model=given("MODEL", "directory of the model that was tuned"), **FILES)}
 
 
 def call(args: argparse.Namespace) -> None:
     """Converts with the arguments of the command line."""
     if args.command == "rwkv":
         rwkv(args.checkpoint, args.out)
+    elif args.command == "hamburger":
+        hamburger(args.model, args.checkpoint, args.out)
     else:
         import decodax as dx
 

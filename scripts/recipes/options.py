@@ -46,8 +46,8 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "lud": {}, "s3d": {}, "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256), "nmst": {},
-    "autodeco": dict(peak=1e-3), "any-subset": {}, "dparallel": dict(answers=256, peak=3e-5),
+    "lud": {}, "s3d": {}, "hamburger": {}, "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256),
+    "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {}, "dparallel": dict(answers=256, peak=3e-5),
     "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
@@ -123,7 +123,8 @@ class Options:
     objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
                                     "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
                                     "several tokens at masks (space), also without the middle layers (s3d), or "
-                                    "units at placeholders (lud); after the model's own tokens; the best of the "
+                                    "units at placeholders (lud); groups of tokens at one position (hamburger); "
+                                    "after the model's own tokens; the best of the "
                                     "model's own samples (mbr); an end that surely comes (nmst); heads that predict "
                                     "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion "
                                     "model's answers to be surer of them (dparallel), or a filter that knows when it "
@@ -151,8 +152,9 @@ class Options:
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
                                "the block of the model, or half of --length); tune: inputs of a row that msn "
-                               "replaces, masks of space and lud, or drafts of s3d (default: 5), or tokens of a "
-                               "block of dparallel and learn2pd (default: the block of the model, or 32)",
+                               "replaces, masks of space and lud, or drafts of s3d (default: 5), tokens of a "
+                               "group of hamburger (default: 4), or tokens of a block of dparallel and "
+                               "learn2pd (default: the block of the model, or 32)",
                                only="diffusion tune")
     mask: int | None = _option("space, lud, s3d, any-subset, pard, specdec: id of the mask token (default: the "
                                "padding token)", None, "drafter tune")

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
+from decodax.models.drafters.hamburger import HamburgerHead
 from decodax.train.language_model import WeightedAnswers
 from decodax.train.loop import Objective, place_batch
 from decodax.train.tuning import (
@@ -29,6 +30,7 @@ from decodax.train.tuning import (
     Example,
     ExampleBatches,
     ExampleRows,
+    HamburgerLoss,
     LexicalUnitLoss,
     NoisyLoss,
     ScheduledSamplingLoss,
@@ -38,6 +40,7 @@ from decodax.train.tuning import (
     SortedLoss,
     TrajectoryBatches,
     collect_trajectories,
+    grouped,
     read_examples,
     sure_tokens,
 )
@@ -45,7 +48,7 @@ from decodax.train.tuning.examples import prompts_of
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
-from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedEnd, TunedHeads, checked
+from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedEnd, TunedGroups, TunedHeads, checked
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
 from recipes.run import Recipe, target_of
@@ -54,14 +57,14 @@ EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
 
 PROMPTS, NEW = 16, 64
-"""Held-out prompts that Jacobi decoding is measured on, and the tokens that are decoded."""
+"""Held-out prompts that decoding is measured on for some objectives, and the tokens that are decoded."""
 
 
 TOGETHER = 32
 """Prompts that are continued together before the training."""
 
-SPAN = 5
-"""Inputs that noise replaces, and masks in a row, if no option says it."""
+SPAN, GROUP = 5, 4
+"""Inputs that noise replaces, and masks in a row; and tokens of a group, if no option says it."""
 
 CARD = """---
 tags: [jax, decodax]
@@ -133,6 +136,8 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
             return TunedEnd(lm, objective, rows)
         case AnySubsetLoss():
             return TunedAnySubset(lm, objective, key)
+        case HamburgerLoss():
+            return TunedGroups(lm, objective, key)
         case DecodingHeadsLoss():
             return TunedHeads(lm, objective, key, options.target)
     return Tuned(lm, options.objective in ("layerskip", "soft"))
@@ -156,6 +161,8 @@ def objective_of(options: Options, lm: Any) -> Objective:
         case "s3d":
             return SkippyLoss(network, lm.pad if options.mask is None else options.mask, options.span or SPAN,
                               options.skip, dtype=dtype)
+        case "hamburger":
+            return HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP), dtype=dtype)
         case "scheduled-sampling":
             assert options.steps is not None
             return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
@@ -193,7 +200,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                                   mesh, console)
     objective, key = objective_of(options, lm), jax.random.key(options.seed)
     tuned = tuned_of(options, lm, objective, used, key)
-    jacobi = options.objective in ("cllm", "msn")
+    figure = {"cllm": "jacobi_tokens_a_forward", "msn": "jacobi_tokens_a_forward", "hamburger": "tokens_a_forward"
+              }.get(str(options.objective))
     batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
     frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if options.objective == "autodeco" else ()
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
@@ -201,6 +209,9 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         sure = sure_tokens(lm, used, options.sure)
         console.print(f"{sure[used.learned].mean():.1%} of the tokens are sure (--sure {options.sure})")
         batches = ExampleBatches((*used.arrays, sure), batch, options.seed)
+    if options.objective == "hamburger":
+        batches = ExampleBatches(groups := grouped(lm, used, options.span or GROUP), batch, options.seed)
+        console.print(f"{used.learned.sum() / groups[2].sum():.2f} tokens in a group")
     if options.objective == "scheduled-sampling":
         used = used[:options.answers or 256]
         own = own_answers(lm, used)
@@ -236,10 +247,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return dict(zip(tuned.names, map(float, total / count), strict=True))
 
     def tokens_a_forward(params: Any) -> float:
-        """Returns the mean number of tokens of a round of Jacobi decoding."""
-        drafts = dx.drafts.Jacobi(options.block - 1 if options.block else options.span or SPAN, "text")
-        made = dx.generate(lm.with_params(params), prompts_of(held, PROMPTS), algorithm=Speculative(drafts),
-                           max_new_tokens=NEW, eos_token_id=[])
+        """Returns the mean number of tokens of a round of HAMburger, or of Jacobi decoding."""
+        if isinstance(tuned, TunedGroups):
+            params, method = params[0], dx.algorithms.make("hamburger", lm, tuned.drafter(params[1]))
+        else:
+            method = Speculative(dx.drafts.Jacobi(options.block - 1 if options.block else options.span or SPAN, "text"))
+        made = dx.generate(lm.with_params(params), prompts_of(held, PROMPTS), algorithm=method, max_new_tokens=NEW,
+                           eos_token_id=[])
         return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds))
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
@@ -248,10 +262,9 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         # placed as the trained weights are, which compiles nothing more
         before = losses(jax.device_put(tuned.start, tuned.shardings(mesh)
                                        or NamedSharding(mesh, PartitionSpec())))
-        if jacobi:
+        if figure is not None:
             own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
-            before["jacobi_tokens_a_forward"], after["jacobi_tokens_a_forward"] = (
-                tokens_a_forward(lm.params), tokens_a_forward(own))
+            before[figure], after[figure] = tokens_a_forward(tuned.start), tokens_a_forward(own)
         table = {name: (round(before[name], 4), round(after[name], 4)) for name in after}
         facts |= {"objective": options.objective, "target": options.target, "data": list(options.data),
                   "before": {k: v for k, (v, _) in table.items()}, "after": {k: v for k, (_, v) in table.items()}}
@@ -268,6 +281,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     stored = str(lm.config_entries.get("dtype", lm.config_entries.get("torch_dtype")))
     return Recipe(tuned.start, objective, lambda run: batches[run.step],
-                  lambda batch: batch[0].shape[0] * (batch[0].shape[1] - 1),
+                  lambda batch: (int(batch[1].sum()) if isinstance(tuned, TunedGroups) else
+                                 batch[0].shape[0] * (batch[0].shape[1] - 1)),
                   lambda params, run: losses(params), finish, extra=extra, shardings=tuned.shardings(mesh),
                   rounded=tuned.rounded and stored != "float32")

@@ -59,7 +59,7 @@ def made(name: str, policy: str = "few", **options):
     return algorithms.make(name, target, draft, **OPTIONS.get(name, {}) | options)
 
 
-UNVERIFIED = ("autoregressive", "specache")
+UNVERIFIED = ("autoregressive", "specache", "hamburger")
 """Whose guesses, if any, are never verified."""
 BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 """These decide for a batch how many tokens a row drafts."""
@@ -105,7 +105,7 @@ DEGENERATE = {
     "aggressive-decoding": dict(beta=1), "specdec": dict(beta=1),
     "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
     "reflective-verification": dict(alpha=0.0), "improved-mcsd": dict(verify=EXACT),
-    "blockwise-parallel": dict(verify=EXACT),
+    "blockwise-parallel": dict(verify=EXACT), "hamburger": dict(length=1),
     "quantspec": dict(group=64), "specache": dict(residual_length=64), "fastcot": dict(cut=500)}
 """Options with which an approximate rule comes to plain decoding, or of those in `LIKELIEST` to greedy decoding."""
 LIKELIEST = ("greedy-verification", "blockwise-top-k", "blockwise-distance", "aggressive-decoding",

@@ -10,6 +10,7 @@ import numpy as np
 from decodax.algorithms.speculative.adaptive.predictor import FEATURES, DraftClassifier
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import TrainedDrafter
+from decodax.models.drafters.hamburger import HamburgerHead
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.train.drafting.systems import objective_of
 
@@ -24,10 +25,14 @@ UNITS = np.array([[i, (3 * i + j) % 13, (i * j) % 11, -1 if i % 2 else 7] for i 
 def fresh(name: str, lm: Any) -> TrainedDrafter:
     """A drafter for an entry of the registry and a target."""
     system = ALGORITHMS[name].drafter or name
-    eagle = objective_of("eagle-3", lm).head if name == "p-eagle" else None
     ids = UNITS if name == "mumo" else None
-    head: Any = objective_of(system, lm, ids).head if eagle is None else ParallelHead(**{
-        field.name: getattr(eagle, field.name) for field in dataclasses.fields(eagle)}, mask=0)
+    if name == "hamburger":
+        head: Any = HamburgerHead.of(lm.model.config)
+    elif name == "p-eagle":
+        eagle = objective_of("eagle-3", lm).head
+        head = ParallelHead(**{field.name: getattr(eagle, field.name) for field in dataclasses.fields(eagle)}, mask=0)
+    else:
+        head = objective_of(system, lm, ids).head
     weights = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
     return TrainedDrafter(system, head, weights, None if ids is None else jnp.asarray(ids))

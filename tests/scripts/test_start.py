@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
 COMMANDS = [(name, command) for name, table in (("train", train.RECIPES), ("benchmark", benchmark.BENCHMARKS),
                                                 ("evaluate", evaluate.EVALUATIONS),
-                                                ("convert", {"packed": "", "rwkv": ""})) for command in table]
+                                                ("convert", {"packed": "", "rwkv": "", "hamburger": ""}))
+            for command in table]
 
 START = '''
 import argparse, json, runpy, sys, traceback

@@ -67,7 +67,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_its_exits_learn(options: O
 
 @pytest.mark.wide
 @pytest.mark.parametrize("objective", often(["space"], [
-    "next-token", "soft", "msn", "cllm", "space", "lud", "s3d", "scheduled-sampling", "mbr", "nmst", "any-subset"]))
+    "next-token", "soft", "msn", "cllm", "space", "lud", "s3d", "hamburger", "scheduled-sampling", "mbr", "nmst",
+    "any-subset"]))
 def test_every_objective_trains(options: Options, objective: str, tmp_path: Path) -> None:
     own = replace(options, objective=objective, preset=objective, output=tmp_path, answers=8, blocks=2,
                   candidates=4, new_tokens=8, epsilon=0.01,

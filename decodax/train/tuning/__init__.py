@@ -5,6 +5,7 @@ from decodax.train.tuning.autodeco import DecodingHeadsLoss
 from decodax.train.tuning.cllm import ConsistencyLoss, Trajectory, TrajectoryBatches, collect_trajectories
 from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples
 from decodax.train.tuning.exits import losses_by_layer
+from decodax.train.tuning.hamburger import HamburgerLoss, grouped
 from decodax.train.tuning.layer_skip import EarlyExitLoss
 from decodax.train.tuning.lud import LexicalUnitLoss, sure_tokens
 from decodax.train.tuning.msn import NoisyLoss
@@ -15,6 +16,6 @@ from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
 __all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches",
-           "ExampleRows", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss", "SelfTerminatingLoss",
-           "SemiAutoregressiveLoss", "SkippyLoss", "SortedLoss", "Trajectory", "TrajectoryBatches",
-           "collect_trajectories", "losses_by_layer", "read_examples", "sure_tokens"]
+           "ExampleRows", "HamburgerLoss", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss",
+           "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SkippyLoss", "SortedLoss", "Trajectory",
+           "TrajectoryBatches", "collect_trajectories", "grouped", "losses_by_layer", "read_examples", "sure_tokens"]

@@ -1,5 +1,5 @@
 """The weights that an objective of fine-tuning trains, how they are measured on held-out rows, and how they are saved:
-those of a whole model, of a model and a head for the end of texts (NMST), or of AutoDeco's heads alone."""
+those of a whole model, of a model and the parts around it (NMST, HAMburger), or of AutoDeco's heads alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
+from decodax.io.drafters import TrainedDrafter, save_drafter
+from decodax.io.drafters.hamburger import FOLDER
 from decodax.io.quantize import save
 from decodax.models import Transformer
 from decodax.models.packed import Packed
@@ -23,7 +25,9 @@ from decodax.train.tuning import (
     AnySubsetLoss,
     DecodingHeadsLoss,
     ExampleRows,
+    HamburgerLoss,
     SelfTerminatingLoss,
+    grouped,
     losses_by_layer,
 )
 from decodax.train.tuning.nmst import first_end_head
@@ -97,6 +101,37 @@ class TunedEnd(Tuned):
     def write(self, target: Path, shipped: Any) -> None:
         super().write(target, shipped[0])
         save_file({NAME: np.asarray(shipped[1], np.float32)}, target / FILE)
+
+
+class TunedGroups(Tuned):
+    """A model that reads and writes groups of tokens, with its embedder and decoder. The loss of next tokens is that of
+    the model alone, the others are those of tokens in groups and of their ends, in the groups of the first weights."""
+
+    use = f'dx.generate(dx.load("DIRECTORY"), prompt, algorithm="hamburger", draft="DIRECTORY/{FOLDER}")'
+
+    def __init__(self, lm: Any, objective: HamburgerLoss, key: jax.Array):
+        super().__init__(lm)
+        self.objective, self.losses = objective, jax.jit(objective)
+        self.start = lm.params, objective.head.init_params(key)
+        self.names = "next_tokens", "ends", "cross_entropy"
+
+    def shardings(self, mesh: jax.sharding.Mesh) -> Any:
+        return super().shardings(mesh), jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), self.start[1])
+
+    def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
+        rows = ExampleRows(np.asarray(tokens), np.asarray(learned))
+        own = self.losses(params, tuple(map(jnp.asarray, grouped(self.lm, rows, self.objective.head.steps))), None)[1]
+        return jnp.stack([super().measure(params[0], tokens, learned)[0], own["stop"], own["cross_entropy"]])
+
+    def drafter(self, weights: Any) -> TrainedDrafter:
+        """Returns embedder and decoder with their weights."""
+        return TrainedDrafter("hamburger", self.objective.head, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)),
+                                                                             weights))
+
+    def write(self, target: Path, shipped: Any) -> None:
+        super().write(target, shipped[0])
+        save_drafter(target / FOLDER, self.drafter(shipped[1]), "bfloat16" if shipped[1]["places"].dtype == jnp.bfloat16
+                     else "float32")
 
 
 class TunedHeads(Tuned):

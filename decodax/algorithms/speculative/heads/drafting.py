@@ -17,6 +17,7 @@ from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
+from decodax.models.drafters.hamburger import HamburgerHead
 from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
 from decodax.models.drafters.units import UnitHead
@@ -30,12 +31,14 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
         drafter: a `TrainedDrafter`, or a draft model, another result of `decodax.load`.
 
     Raises:
-        ValueError: the drafter does not fit the target, or predicts units of several tokens.
+        ValueError: the drafter does not fit the target, or is none for speculation.
     """
     if not isinstance(drafter, TrainedDrafter):
         return DraftModel(drafter)
-    if isinstance(drafter.head, UnitHead):
-        raise ValueError(f"draft: got {drafter.name!r}, which predicts units of several tokens; only 'mumo' takes it")
+    only = {UnitHead: "predicts units of several tokens; only 'mumo'", HamburgerHead: (
+        "writes the groups of tokens that its model reads; only 'hamburger'")}.get(type(drafter.head))
+    if only is not None:
+        raise ValueError(f"draft: got {drafter.name!r}, which {only} takes it")
     special = ((BlockHead, block_draft), (LookAheadHead, look_ahead), (ProbesHead, prompt_tokens),
                (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv))
     make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
