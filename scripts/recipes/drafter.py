@@ -190,7 +190,8 @@ def kept_features(options: Options, objective: Any, batches: corpus.Batches, wei
         raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
                          "states; takes False")
     assert options.output is not None
-    own = hashlib.sha256(json.dumps(options.identity(), sort_keys=True).encode()).hexdigest()[:16]
+    decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype")
+    own = hashlib.sha256(json.dumps([options.identity()[name] for name in decides]).encode()).hexdigest()[:16]
     return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,
                         options.dtype, lambda steps, count: track(steps, "features", count, console=console))
 
