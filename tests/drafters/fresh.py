@@ -23,7 +23,7 @@ UNITS = np.array([[i, (3 * i + j) % 13, (i * j) % 11, -1 if i % 2 else 7] for i 
 
 def fresh(name: str, lm: Any) -> TrainedDrafter:
     """A drafter for an entry of the registry and a target."""
-    system = ALGORITHMS[name].drafter or name
+    system = ALGORITHMS[name].systems[0]
     eagle = objective_of("eagle-3", lm).head if name == "p-eagle" else None
     ids = UNITS if name == "mumo" else None
     head: Any = objective_of(system, lm, ids).head if eagle is None else ParallelHead(**{
