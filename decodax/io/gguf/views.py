@@ -101,7 +101,8 @@ def ssd(inside: str) -> dict[str, Stored]:
 
 SHORT: dict[str, Stored] = {
     **{f"attn.{x}.kernel": Stored("shortconv.in_proj.weight", tuple(f"attn.{y}.kernel" for y in "bcx")) for x in "bcx"},
-    "attn.conv_taps": Stored("shortconv.conv.weight", turn=taps), "attn.out.kernel": Stored("shortconv.out_proj.weight")}
+    "attn.conv_taps": Stored("shortconv.conv.weight", turn=taps),
+    "attn.out.kernel": Stored("shortconv.out_proj.weight")}
 """The gated short convolution of LFM2. Its attention has none of these paths."""
 
 SCAN: dict[str, Stored] = {
@@ -121,9 +122,9 @@ def delta(repeated: bool) -> dict[str, Stored]:
     """Returns the views of the gated delta rule and of the attention beside it; `repeated` is True if heads of values
     are repeated in the file (Qwen3.5)."""
     one, wide = (tiled(False), tiled(True)) if repeated else (None, None)
-    small = {f"attn.in_{x}.kernel": Stored(f"ssm_{name}.weight", rows=one) for x, name in (("a", "alpha"), ("b", "beta"))
-             } if repeated else {f"attn.in_{x}.kernel": Stored("ssm_ba.weight", rows=rates_of_keys(x == "a"))
-                                 for x in "ab"}
+    apart = {"a": Stored("ssm_alpha.weight", rows=one), "b": Stored("ssm_beta.weight", rows=one)}
+    joined = {x: Stored("ssm_ba.weight", rows=rates_of_keys(x == "a")) for x in "ab"}
+    small = {f"attn.in_{x}.kernel": stored for x, stored in (apart if repeated else joined).items()}
     return {**{path: Stored("attn_qkv.weight", QKV, rows=wide if path == QKV[2] else None) for path in QKV},
             **{path: Stored("ssm_conv1d.weight", TAPS, taps, wide if path == TAPS[2] else None) for path in TAPS},
             **small, "attn.in_z.kernel": Stored("attn_gate.weight", rows=wide),
