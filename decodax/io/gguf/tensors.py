@@ -199,8 +199,8 @@ def _viewed(view: Stored, path: str, file: GgufFile, config: DecoderConfig, shap
             picks is not None and picks.max() >= widths[at]):
         raise CheckpointError(f"{file.path}: tensor {name} has shape {tensor.shape}, which does not fit {leaf.shape} "
                               "of the metadata")
-    columns = None if view.columns is None else view.columns(config, layer)
-    turn = None if view.turn is None else functools.partial(view.turn, config=config)
+    columns, own = None if view.columns is None else view.columns(config, layer), view.turn
+    turn: Callable[[np.ndarray], np.ndarray] | None = None if own is None else lambda x: own(x, config)
     if columns is not None:
         blocks = columns.reshape(-1, tensor.block)
         if (blocks[:, :1] + np.arange(tensor.block) == blocks).all() and not (blocks[:, 0] % tensor.block).any():
@@ -235,8 +235,8 @@ def _place(path: str, file: GgufFile, shapes: dict[str, Any], own: Mapping[str, 
             return both, size.shape[-1] * (inner == "mlp.up"), 2 * size.shape[-1]
         return f"{within}{name}_exps.{tail}", 0, 0
     for fused, members in TOGETHER.items():
-        first = f"{within}{NAMES[members[0]]}.weight"
-        if inner in members and first not in file.tensors and f"{within}{fused}.weight" in file.tensors and (
+        alone = f"{within}{NAMES[members[0]]}.weight"
+        if inner in members and alone not in file.tensors and f"{within}{fused}.weight" in file.tensors and (
                 f"layers.{index}.{members[0]}.{leaf}" in shapes):
             widths = [shapes[f"layers.{index}.{member}.{leaf}"].shape[-1] for member in members]
             return f"{within}{fused}.{tail}", sum(widths[:members.index(inner)]), sum(widths)
