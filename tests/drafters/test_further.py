@@ -66,16 +66,20 @@ LAYOUTS = {
     "qwen3.5-moe": ("qwen3.5-moe", LAYERS, QWEN, None),
     "mimo-v2-flash": ("mimo-v2-flash", {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
                       MIMO_V2, None),
-    "ernie4.5": ("ernie4.5", {}, ERNIE, None), "ernie4.5-moe": ("ernie4.5-moe", {}, ERNIE, None),
+    "ernie4.5": ("ernie4.5", {"tie_word_embeddings": False}, ERNIE, None),
+    "ernie4.5-moe": ("ernie4.5-moe", {"tie_word_embeddings": False}, ERNIE, None),
     "hy3": ("hy3", {}, HY3, None), "nemotron-h": ("nemotron-h", {}, NEMOTRON, None),
     "mimo": ("qwen2", {"tie_word_embeddings": False, "mtp_hidden_states_first": True}, MIMO, "mimo")}
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 9, 31], [9, 10, 11], [1]]
 
 
-OTHERS = {"mlp.gate.weight": "mlp.router.gate.weight", "mlp.e_score_correction_bias": "mlp.expert_bias",
-          **{f"mlp.shared_experts.{part}.weight": f"mlp.shared_mlp.{part}.weight"
-             for part in ("gate_proj", "up_proj", "down_proj")}}
-"""Names in Hy3's files by those in transformers."""
+OTHERS = {id(HY3): {
+    "mlp.gate.weight": "mlp.router.gate.weight", "mlp.e_score_correction_bias": "mlp.expert_bias",
+    **{f"mlp.shared_experts.{part}.weight": f"mlp.shared_mlp.{part}.weight"
+       for part in ("gate_proj", "up_proj", "down_proj")}}, id(MIMO_V2): {
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight", "self_attn.sinks":
+    "self_attn.attention_sink_bias"}}
+"""Names in files by those in transformers, by layout."""
 
 
 class Halves(torch.nn.Module):
@@ -103,8 +107,7 @@ def released(state: dict, parts: dict, stacked: bool) -> dict:
         if (place := re.fullmatch(r"layers\.(\d)\.(\w+)\.(.+)", name)) is None:
             continue        # the target's
         stem, inner = parts[place[2]].replace("layers.2", f"layers.{2 + int(place[1])}"), place[3]
-        inner = inner.replace("post_attention_layernorm", "pre_mlp_layernorm") if parts is MIMO_V2 else inner
-        inner = OTHERS.get(inner, inner) if parts in (HY3, ERNIE) else inner
+        inner = OTHERS.get(id(parts), {}).get(inner, inner)
         if (of := inner.partition(".experts.")[0]) != inner and not stacked:
             for e, own in enumerate(x):
                 each = zip(("gate_proj", "up_proj"), own.chunk(2), strict=True) if "gate_up" in inner else (
@@ -169,7 +172,9 @@ class Case:
     def features(self, ids):
         """The hidden states of the target that the layer reads."""
         found = []
-        hook = self.target.get_decoder().norm.register_forward_hook(lambda part, args, out: found.append(
+        decoder = self.target.get_decoder()
+        norm = decoder.norm_f if self.name == "nemotron-h" else decoder.norm
+        hook = norm.register_forward_hook(lambda part, args, out: found.append(
             args[0] if self.name in BEFORE else out))
         with torch.no_grad():
             self.target(input_ids=torch.tensor([ids]), use_cache=False)
@@ -212,7 +217,8 @@ def case(tmp_path_factory):
 def first_drafts(case, drafter, ids):
     """The logits after each pair of a text, from the hidden states of transformers."""
     head, window = drafter.head, causal(jnp.asarray([ids[1:]], jnp.int32), jnp.zeros(1, jnp.int32))
-    table, last = (jnp.asarray(case.tensors[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    table, last = (jnp.asarray(case.tensors[name]) for name in (
+        "backbone.embeddings.weight" if case.name == "nemotron-h" else "model.embed_tokens.weight", "lm_head.weight"))
     cache, project = head.init_cache(1, 0, "float32"), lambda x: x @ last.T
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
