@@ -15,14 +15,20 @@ from collections.abc import Mapping
 class FurtherLayers:
     """The tensors of a family's further layers, and what they compute.
 
-    In names, `{stem}` is the prefix of the model's tensors and `{layer}` the prefix `block` of the layer's own.
+    In names, `{stem}` is the prefix of the model's tensors, `{layer}` and `{second}` are the prefixes `block` and
+    `second` of the layer's own, and `{index}` is its number.
 
     Attributes:
-        block: prefix of the tensors of a layer, which has the names of a layer of the decoder.
-        continued: True if the numbers of the layers, `{index}` in `block`, continue those of the decoder; False if they
-            begin with 0.
+        block: prefix of the tensors of a layer, which has the names of a layer of the decoder. `{even}` and `{odd}` in
+            it are twice the index, and the number after that.
+        continued: True if the numbers of the layers continue those of the decoder; False if they begin with 0.
         around: name of each tensor outside of the decoder layer, by the weight's path in a
-            `decodax.models.drafters.recurrent.RecurrentHead`.
+            `decodax.models.drafters.recurrent.RecurrentHead`. Without that of the final norm there is none.
+        second: prefix of the tensors of the layer's MLP and its norm, if that differs from `block`.
+        renamed: names within a layer by those within a layer of the decoder, where they differ.
+        unused: name of a tensor that files have and nothing reads; empty: none.
+        sliding: True if the layer has the kind of the decoder's last layer with a sliding window.
+        alone: True loads the first layer only, since the later ones do not read its output.
         hidden_first: True if the linear layer reads the hidden state before the embedding.
         drop_first: True replaces the embedding by zeros at position 0.
         before_norm: True if the layer reads the target's hidden states before the final norm; False: after it. In both
@@ -32,6 +38,11 @@ class FurtherLayers:
     block: str
     continued: bool
     around: Mapping[str, str]
+    second: str = ""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unused: str = ""
+    sliding: bool = False
+    alone: bool = False
     hidden_first: bool = False
     drop_first: bool = False
     before_norm: bool = False
@@ -55,6 +66,33 @@ MIMO = FurtherLayers("{stem}mtp_layers.{index}.", False, {
     hidden_first=True, drop_first=True, before_norm=True)
 """MiMo-7B, as in the authors' `mimo` and `mimo_mtp` of vLLM."""
 
+MIMO_V2 = FurtherLayers("{stem}mtp.layers.{index}.", False, {
+    "embed_norm.scale": "{layer}enorm.weight", "state_norm.scale": "{layer}hnorm.weight",
+    "fc.kernel": "{layer}eh_proj.weight", "norm.scale": "{layer}final_layernorm.weight"},
+    renamed={"post_attention_layernorm": "pre_mlp_layernorm"}, sliding=True, alone=True, before_norm=True)
+"""MiMo-V2-Flash: layers with a sliding window and a dense MLP. As in SGLang, whose layers all read the target's hidden
+states before the final norm, the later ones beside later tokens; vLLM takes those after it, and the first layer alone,
+as is done here."""
+
+ERNIE = FurtherLayers("{stem}mtp_block.{index}.", False, {
+    "embed_norm.scale": "{stem}mtp_emb_norm.{index}.weight", "state_norm.scale": "{stem}mtp_hidden_norm.{index}.weight",
+    "fc.kernel": "{stem}mtp_linear_proj.{index}.weight"}, drop_first=True)
+"""ERNIE 4.5, as in vLLM's `ernie_mtp` but for the rotation, which is that of the decoder's layers. The MLP is dense."""
+
+HY3 = FurtherLayers("{stem}layers.{index}.", True, {
+    "embed_norm.scale": "{layer}enorm.weight", "state_norm.scale": "{layer}hnorm.weight",
+    "fc.kernel": "{layer}eh_proj.weight", "norm.scale": "{layer}final_layernorm.weight",
+    "embed": "{layer}embed_tokens.weight"}, unused="{layer}shared_head.weight", drop_first=True)
+"""Hy3, as in vLLM's `hy_v3_mtp`, which takes the target's vocabulary matrix whatever the layer's own."""
+
+NEMOTRON = FurtherLayers("mtp.layers.{even}.", False, {
+    "embed_norm.scale": "{layer}enorm.weight", "state_norm.scale": "{layer}hnorm.weight",
+    "fc.kernel": "{layer}eh_proj.weight", "norm.scale": "{second}final_layernorm.weight"},
+    second="mtp.layers.{odd}.")
+"""Nemotron 3, as in vLLM's `nemotron_h_mtp`: attention and a mixture of experts, each with a number of its own."""
+
 FURTHER = {**dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"), DEEPSEEK),
-           **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN), "mimo": MIMO}
+           **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN), "mimo": MIMO,
+           **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE), "mimo_v2_flash": MIMO_V2, "hy_v3": HY3,
+           "nemotron_h": NEMOTRON}
 """By `model_type`. Of other families further layers are not read."""

@@ -194,7 +194,6 @@ IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_mo
                     r"|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
 """Tensors of the parts of multimodal models that read images or sound."""
 
-
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
                       "_forward_module"})
 """Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning add to the saved state of a model
@@ -221,7 +220,7 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
         present: tensor names of the file to be loaded. Files of a bare model lack the first part of the names (as
             GPT-2's own do); files of multimodal models have additional parts.
     """
-    names = _names(family, present)
+    names = names_of(family, present)
     if config.twin_norms:
         names = dataclasses.replace(names, layer={**names.layer, **names.twin})
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
@@ -235,13 +234,12 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
 
 def head_tensor(family: str, present: Collection[str]) -> str:
     """Returns the name of the output head's tensor, which files of models with a tied head may also contain."""
-    return f"{_names(family, present).head}.weight"
+    return f"{names_of(family, present).head}.weight"
 
 
 def layers_in(family: str, present: Collection[str]) -> int:
     """Returns the number of layers among the tensors `present`."""
-    names = _names(family, present)
-    prefix = f"{names.stem}{names.layers}."
+    prefix = f"{names_of(family, present).stem}{FAMILY_NAMES.get(family, Names(LLAMA)).layers}."
     found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
     return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
 
@@ -256,7 +254,7 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
         present: tensor names of a file.
     """
     count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
-    names = _names(family, present)
+    names = names_of(family, present)
     if names.further:
         return [tensor for tensor in present if tensor.startswith(names.further)]
     if not isinstance(count, int):
@@ -268,7 +266,7 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
 def unused_keys(family: str, config: DecoderConfig, present: Collection[str]) -> set[str]:
     """Returns the tensors among `present` of the keys and values of layers that attend to those of other layers. Some
     files have them."""
-    names = _names(family, present)
+    names = names_of(family, present)
     parts = [names.layer[f"attn.{part}"] for part in ("k", "v", "k_norm", "v_norm") if f"attn.{part}" in names.layer]
     starts = tuple(f"{names.stem}{names.layers}.{i}.{part}." for i, layer in enumerate(config.layers)
                    if layer.reads is not None for part in parts)
@@ -288,7 +286,7 @@ def _stems(names: Names) -> list[tuple[str, str]]:
             (f"language_model.{names.stem}", f"language_model.{names.head}")]
 
 
-def _names(family: str, present: Collection[str]) -> Names:
+def names_of(family: str, present: Collection[str]) -> Names:
     """Returns the tensor names for a file that has the tensors `present`, which may be that of a bare model or of a
     larger model that contains it."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))

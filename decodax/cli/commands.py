@@ -120,7 +120,11 @@ def compare(args: argparse.Namespace) -> None:
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
     lm = dx.load(args.model)
     with naming_the_argument():
-        drafters = {one.system: one for one in (dx.load_drafter(path, lm) for path in trained)}
+        drafters: dict[str, Any] = {}
+        for one in (dx.load_drafter(path, lm) for path in trained):
+            if (other := drafters.setdefault(one.system, one)) is not one:
+                raise ValueError(f"draft: got {other.name} and {one.name}, both of {one.system!r}; takes one of each "
+                                 "method")
         chosen = systems_of(args.names, args.model, drafters)
     needed = any(ALGORITHMS[name].takes_draft for name, _ in chosen.values())
     draft = dx.load(models[0] if models else DRAFT) if needed or (models and args.draft != [DRAFT]) else None
@@ -136,7 +140,7 @@ def compare(args: argparse.Namespace) -> None:
             tasks = tasks or [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
-                        draft=" and ".join(one.name for one in (draft, *drafters.values()) if one) or None,
+                        draft=drafts_named(chosen, draft, drafters),
                         report=report)
     predicted = None
     if args.on:
@@ -219,7 +223,8 @@ def systems_of(names: Sequence[str], model: str, drafters: Mapping[str, Any] = {
              if name != "autoregressive" and not entry.alias_of and "samples" not in entry.needs
              and entry.family != "search" and "diffusion" not in entry.needs
              and entry.needs != "a tuned draft model"
-             and (not entry.takes_drafter or name in drafters or shipped_drafter(name, model))]
+             and (not entry.takes_drafter or any(system in drafters or shipped_drafter(system, model)
+                                                 for system in {name, *entry.systems}))]
     return {given: ALGORITHMS.parse(given) for name in names for given in (every if name == "all" else [name])}
 
 
@@ -233,20 +238,38 @@ def contender_of(name: str, options: dict[str, Any], lm: LM, draft: LM | None,
         options: its options.
         lm: the model.
         draft: the draft model.
-        drafters: trained drafters by the methods that they were trained for. A method that takes either drafts with
-            the first of them, else with `draft`.
+        drafters: trained drafters by the methods that they were trained for.
     """
     from decodax.common.registry import ALGORITHMS
 
     entry = ALGORITHMS[name]
-    if entry.takes_drafter:
-        own: Any = drafters.get(entry.drafter or entry.alias_of or name)
-    elif entry.takes_draft:
-        own = draft
-    else:
-        own = next(iter(drafters.values()), draft) if entry.may_draft else None
-    build = functools.partial(ALGORITHMS.make, name, lm, own, **options)
+    build = functools.partial(ALGORITHMS.make, name, lm, draft_among(name, draft, drafters), **options)
     return (lambda batch: build(batch=batch)) if "batch" in entry.options.keys() - options.keys() else build()
+
+
+def draft_among(name: str, draft: Any, drafters: Mapping[str, Any]) -> Any:
+    """Returns the draft model or the trained drafter with which a method drafts, or None. A method that takes either
+    drafts with the first of `drafters`, which are trained ones by their methods, else with the model `draft`."""
+    from decodax.common.registry import ALGORITHMS
+
+    entry = ALGORITHMS[name]
+    if entry.takes_drafter:
+        return next((drafters[system] for system in entry.systems if system in drafters), None)
+    if entry.takes_draft:
+        return draft
+    return next(iter(drafters.values()), draft) if entry.may_draft else None
+
+
+def drafts_named(chosen: Mapping[str, tuple[str, Any]], draft: Any, drafters: Mapping[str, Any]) -> str | None:
+    """Returns the names of the draft models and trained drafters of a comparison, each with the methods that draft with
+    it if there are several; None without any. `chosen` has the method of each contender."""
+    whose: dict[str, list[str]] = {}
+    for given, (name, _) in chosen.items():
+        if (own := draft_among(name, draft, drafters)) is not None:
+            whose.setdefault(own.name, []).append(given)
+    if len(whose) < 2:
+        return next(iter(whose), None)
+    return ", ".join(f"{own} for {' and '.join(givens)}" for own, givens in whose.items())
 
 
 def info(args: argparse.Namespace) -> None:

@@ -59,7 +59,7 @@ class Entry:
         module: name of the module that registered it.
         slot: argument of `decodax.generate` that takes the entry; the messages of errors begin with it.
         model: shipped model for its example; empty: the one that `needs` asks for.
-        drafter: method whose trained drafter `make` takes; empty: its own.
+        drafters: methods whose trained drafters `make` takes, the likeliest first; empty: its own.
     """
 
     shelf: str
@@ -75,7 +75,7 @@ class Entry:
     module: str = ""
     slot: str = ""
     model: str = ""
-    drafter: str = ""
+    drafters: tuple[str, ...] = ()
 
     @property
     def paper(self) -> str:
@@ -96,6 +96,11 @@ class Entry:
     def takes_drafter(self) -> bool:
         """True if `make` needs a drafter that was trained for the target."""
         return "trained drafter" in self.needs
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """The methods whose trained drafters `make` takes, the likeliest first."""
+        return self.drafters or (self.alias_of or self.name,)
 
     @property
     def may_draft(self) -> bool:
@@ -152,7 +157,7 @@ class Entry:
             return ""
         draft = "pycode-draft"
         if self.takes_drafter:
-            draft = f"runs/pycode-{self.drafter or self.alias_of or self.name}/model"
+            draft = f"runs/pycode-{self.systems[0]}/model"
         beside = EXAMPLES[self.slot] + (f', draft="{draft}"' if self.takes_draft or self.takes_drafter else "")
         model = self.model or ("pycode-diffusion" if "diffusion" in self.needs else "pycode")
         made = f"dx.{self.shelf}.{self.identifier}({', '.join(needed)})"

@@ -68,7 +68,7 @@ class Shelf(MutableMapping[str, Entry]):
 
     def register(self, name: str, title: str = "", authors: str = "", summary: str = "", *, family: str = "user",
                  guarantee: Guarantee = "approximate", needs: Needs = "nothing", model: str = "",
-                 drafter: str = "") -> Callable[[Made], Made]:
+                 drafters: tuple[str, ...] = ()) -> Callable[[Made], Made]:
         """Returns a decorator that registers a function or class.
 
         Args:
@@ -80,7 +80,7 @@ class Shelf(MutableMapping[str, Entry]):
             guarantee: guarantee of the output with the default options.
             needs: models that the function takes beside options.
             model: shipped model for its example.
-            drafter: method whose trained drafter the function takes; empty: its own.
+            drafters: methods whose trained drafters the function takes, the likeliest first; empty: its own.
 
         Raises:
             ValueError: a name that is taken, or a `needs` or `guarantee` of an unknown kind.
@@ -102,7 +102,7 @@ class Shelf(MutableMapping[str, Entry]):
         def add(make: Made) -> Made:
             text = summary or (inspect.getdoc(make) or "").partition("\n\n")[0].replace("\n", " ")
             self._put(Entry(self.kind, name, make, title, authors, text, family, guarantee, needs,
-                            module=make.__module__, slot=self.slot, model=model, drafter=drafter))
+                            module=make.__module__, slot=self.slot, model=model, drafters=drafters))
             return make
 
         return add
@@ -133,7 +133,7 @@ class Shelf(MutableMapping[str, Entry]):
 
     @staticmethod
     def _resolved(alias: Entry, of: Entry) -> Entry:
-        return dataclasses.replace(alias, make=of.make, guarantee=of.guarantee, needs=of.needs, drafter=of.drafter,
+        return dataclasses.replace(alias, make=of.make, guarantee=of.guarantee, needs=of.needs, drafters=of.drafters,
                                    alias_of=of.alias_of or of.name)
 
     def _check_free(self, new: Entry) -> None:

@@ -21,6 +21,7 @@ class Loaded:
         name: name or path that was loaded.
         diffusion: how it unmasks tokens; None for an autoregressive model.
         directory: path of its files, or None.
+        file: path of its GGUF file, or None.
         mesh: device mesh of its weights, or None.
     """
 
@@ -43,6 +44,9 @@ class Loaded:
 
         @property
         def directory(self) -> Any: ...
+
+        @property
+        def file(self) -> Any: ...
 
         @property
         def mesh(self) -> Mesh | None: ...

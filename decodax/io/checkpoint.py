@@ -122,8 +122,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
             warnings.warn(f"{files.name}: skips {len(seen)} tensors of images or sound, such as {seen[0]}",
                           stacklevel=outside())
     if len(later := further_layers(family, len(decoder.layers), text_part(config), files.home)):
-        use = (f"; decodax.load_drafter({os.fspath(directory)!r}, lm) reads them for the algorithm 'mtp'"
-               if family in FURTHER else ", which are not read")
+        use = "; the algorithm 'mtp' drafts with them" if family in FURTHER else ", which are not read"
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}{use}", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))

@@ -70,6 +70,7 @@ class LM(Loaded):
         diffusion: masked diffusion settings; None for an autoregressive model.
         directory: the directory from which it was loaded.
         entries: the entries of a `config.json` for a model that was loaded from a GGUF file.
+        file: the GGUF file from which it was loaded.
         adapters: names of the adapters among which `generate(adapter=)` chooses, in the order of `with_adapters`.
     """
 
@@ -84,6 +85,7 @@ class LM(Loaded):
     directory: Path | None = None
     adapters: tuple[str, ...] = ()
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    file: Path | None = None
 
     def __repr__(self) -> str:
         """Returns one line with the network, its size, dtypes and devices."""
@@ -378,7 +380,8 @@ def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None
         dtype = "float32"
     model, params = opened.load(dtype, mesh, context, weights)
     lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
-            generation_config=opened.generation_config(tokenizer), name=path.stem, mesh=mesh, entries=opened.entries)
+            generation_config=opened.generation_config(tokenizer), name=path.stem, mesh=mesh, entries=opened.entries,
+            file=path)
     return lm if adapter is None else lm.with_adapter(adapter, merge=False)
 
 

@@ -31,7 +31,7 @@ class DepthwiseHead(ModuleHead):
     the parts after it matter at the first pair alone, where they are the states of the pair before.
 
     Attributes:
-        layer: the network of each layer, without tables of its own.
+        layer: the network of each layer.
         count: number of layers, at least 2.
     """
 
@@ -39,12 +39,12 @@ class DepthwiseHead(ModuleHead):
     count: int = dataclasses.field(kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.count < 2 or self.layer.own_head or self.layer.own_table:
-            raise ValueError(f"count: got {self.count}, takes 2 or more layers without tables of their own")
+        if self.count < 2:
+            raise ValueError(f"count: got {self.count}, takes 2 or more layers")
 
     @property
     def own_head(self) -> bool:
-        return False
+        return self.layer.own_head
 
     @property
     def target_width(self) -> int:
@@ -73,10 +73,11 @@ class DepthwiseHead(ModuleHead):
         assert attend is not None
         if state.shape[-1] != self.state_width:
             raise ValueError(f"state: got width {state.shape[-1]}, takes {self.state_width}, from `follow`")
-        return self.network(weights)(embed(tokens).astype(state.dtype), state, positions, depth, attend)
+        embedded = None if self.layer.own_table else embed(tokens).astype(state.dtype)
+        return self.network(weights)(tokens, embedded, state, positions, depth, attend)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
-        return head(hidden)
+        return self.network(weights).logits(hidden, depth) if self.own_head else head(hidden)
 
 
 class DepthwiseNetwork(nnx.Module):
@@ -86,7 +87,15 @@ class DepthwiseNetwork(nnx.Module):
         self.h = h
         self.depths = nnx.Dict({str(i): RecurrentHeadNetwork(h.layer, rngs) for i in range(h.count)})
 
-    def __call__(self, embedded: Array, state: Array, positions: Array, depth: Depth, attend: Attend) -> HeadStep:
+    def logits(self, hidden: Array, depth: Depth) -> Array:
+        """Returns logits `f32[B, W, vocab]` of hidden states, by the vocabulary matrix of the layer of each depth."""
+        found = self.depths["0"].logits(hidden)
+        for i in range(1, 1 if isinstance(depth, int) else self.h.count):
+            found = jnp.where(depth[..., None] >= i, self.depths[str(i)].logits(hidden), found)     # type: ignore[index]
+        return found
+
+    def __call__(self, tokens: Array, embedded: Array | None, state: Array, positions: Array, depth: Depth,
+                 attend: Attend) -> HeadStep:
         parts, last, steps = jnp.split(state, self.h.count, -1), self.h.count - 1, list[HeadStep]()
         for i in range(self.h.count):
             if isinstance(depth, int):      # verified pairs, one after the other
@@ -95,7 +104,9 @@ class DepthwiseNetwork(nnx.Module):
                 continue                    # which only reads the target's states
             else:
                 own = parts[i - 1] if i < last else jnp.where(depth[..., None] > last, parts[last], parts[last - 1])
-            steps.append(self.depths[str(i)](embedded, own, positions, _alone(i, attend)))
+            layer = self.depths[str(i)]
+            read = layer.embedded(tokens, state.dtype) if embedded is None else embedded
+            steps.append(layer(read, own, positions, _alone(i, attend)))
         if isinstance(depth, int):
             hidden = steps[0].hidden
         else:

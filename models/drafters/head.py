@@ -25,6 +25,7 @@ from decodax.cache import KVLayer, cache_of, dense
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache
 from decodax.models.blocks.attention import Attend
+from decodax.models.config import DecoderConfig
 
 Weights = dict[str, Any]
 Embed = Callable[[Array], Array]
@@ -107,6 +108,15 @@ class DraftHead(abc.ABC):
     def init_cache(self, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Cache | None:
         """Returns an empty cache for the head's keys and values; None if it needs none."""
         return cache_of(dense, self.kv_layers, batch, capacity, jnp.dtype(dtype), None) if self.kv_layers else None
+
+    def check_target(self, config: DecoderConfig) -> None:
+        """Checks that the head can read the keys and values of a target with the configuration `config`, if it reads
+        any.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        return
 
     def features(self, hidden: Array, layers: tuple[Array, ...] | None) -> Array:
         """Returns the features `f[B, W, F]` in a target's output.

@@ -23,6 +23,7 @@ from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Wei
 from decodax.models.drafters.prefixed import rope_tables
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.layers import STD, Linear, Norm, optional, weight
+from decodax.models.packed import embedded
 
 Fuse = Literal["fc", "attention", "norms"]
 
@@ -99,8 +100,8 @@ class RecurrentHead(ModuleHead):
              attend: Attend | None) -> HeadStep:
         assert attend is not None
         network = self.network(weights)
-        embedded = embed(tokens).astype(state.dtype) if network.embed is None else network.embed[...][tokens]
-        return network(embedded, state, positions, attend)
+        own = embed(tokens).astype(state.dtype) if network.embed is None else network.embedded(tokens, state.dtype)
+        return network(own, state, positions, attend)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         return self.network(weights).logits(hidden) if self.own_head else head(hidden)
@@ -133,6 +134,11 @@ class RecurrentHeadNetwork(nnx.Module):
         self.lm_head = Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias) if h.own_head else None
         self.embed = weight(rngs, (h.table_size or c.vocab, wide), ("vocab", "embed")) if h.own_table else None
 
+    def embedded(self, tokens: Array, dtype: Any) -> Array:
+        """Returns the embeddings `f[B, W, D]` of tokens by the head's own table."""
+        assert self.embed is not None
+        return embedded(self.embed.get_value(), tokens, dtype)
+
     def enter(self, features: Array) -> Array:
         """Returns the states for the target's features."""
         if self.tap_norms is not None:
@@ -141,12 +147,12 @@ class RecurrentHeadNetwork(nnx.Module):
         features = optional(self.tap_norm, features)
         return features if self.taps is None else self.taps(features)
 
-    def __call__(self, embedded: Array, state: Array, positions: Array, attend: Attend) -> HeadStep:
+    def __call__(self, tokens: Array, state: Array, positions: Array, attend: Attend) -> HeadStep:
         h, c = self.h, self.h.config
         if h.drop_first:
-            embedded = jnp.where(positions[..., None] == 0, 0, embedded)
+            tokens = jnp.where(positions[..., None] == 0, 0, tokens)
         tables = rope_tables(c, positions)
-        a, b = optional(self.embed_norm, embedded), optional(self.state_norm, state)
+        a, b = optional(self.embed_norm, tokens), optional(self.state_norm, state)
         both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
         entries, x = [], state if self.fc is None else self.fc(both)
         for i in range(len(c.layers)):

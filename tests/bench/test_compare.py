@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -281,3 +282,15 @@ def test_each_method_gets_the_drafter_that_was_trained_for_it(monkeypatch: pytes
     drafters = {"hydra": "H", "medusa": "M"}
     made = {name: cli.contender_of(name, {}, LM, "small", drafters) for name in takes}       # type: ignore[arg-type]
     assert made == {"medusa": (LM, "M"), "plain-drafts": (LM, "small"), "either": (LM, "H")}
+
+
+def test_methods_that_take_drafters_of_several_trainings_find_them_and_it_is_said_which() -> None:
+    one = lambda name: SimpleNamespace(name=name)
+    drafters: Any = {"hass": one("runs/h"), "mtp": one("runs/m"), "medusa": one("runs/x")}
+    found = {name: cli.draft_among(name, None, drafters).name for name in ("eagle", "eagle-2", "mtp", "fastmtp")}
+    assert found == {"eagle": "runs/h", "eagle-2": "runs/h", "mtp": "runs/m", "fastmtp": "runs/m"}
+    assert {"eagle", "eagle-2", "mtp"} <= cli.systems_of(["all"], "none", drafters).keys()
+    chosen = {name: (name, None) for name in ("eagle", "eagle-2", "automatic", "prompt-lookup")}
+    assert cli.drafts_named(chosen, None, {"medusa": one("x"), "hass": one("h")}) == (
+        "h for eagle and eagle-2, x for automatic")
+    assert cli.drafts_named({"eagle": ("eagle", None)}, None, drafters) == "runs/h"

@@ -24,7 +24,7 @@ UNITS = np.array([[i, (3 * i + j) % 13, (i * j) % 11, -1 if i % 2 else 7] for i 
 
 def fresh(name: str, lm: Any) -> TrainedDrafter:
     """A drafter for an entry of the registry and a target."""
-    system = ALGORITHMS[name].drafter or name
+    system = ALGORITHMS[name].systems[0]
     ids = UNITS if name == "mumo" else None
     if name == "hamburger":
         head: Any = HamburgerHead.of(lm.model.config)

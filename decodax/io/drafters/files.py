@@ -21,10 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import decodax.models
 from decodax.core.types import LayeredModel
 from decodax.io.drafters.eagle import FeedsBack, LayerIds
+from decodax.io.drafters.further import further_in
+from decodax.io.drafters.gguf import further_blocks, read_further_blocks
 from decodax.io.drafters.published import Conventions, read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
+from decodax.io.gguf import is_gguf
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
+from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.chimera import ChimeraHead
 from decodax.models.drafters.clover import CloverHead
@@ -42,6 +46,8 @@ from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadH
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.drafters.units import UnitHead
+from decodax.models.families import family_of
+from decodax.models.further import FURTHER
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
@@ -55,7 +61,7 @@ ENTRY = "decodax_drafter"
 """The entry of `config.json` that marks the library's own layout; its value is the system's name."""
 
 PARTS = {kind.__name__: kind for kind in (
-    RecurrentHead, DepthwiseHead, ParallelHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
+    RecurrentHead, DepthwiseHead, ParallelHead, AssistantHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
     PromptTokensHead, HiddenTransferHead, LookAheadHead, FalconHead, CrossKVHead, MixtureHead, UnitHead, HamburgerHead,
     DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer,
@@ -98,14 +104,22 @@ class TrainedDrafter:
         if self.head.taps and max(self.head.taps) >= layers:
             raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
                              f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
-        if isinstance(self.head, CrossKVHead):
-            self.head.check_target(target.model.config)
+        self.head.check_target(target.model.config)
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:
     """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None."""
     path = ZOO / f"{target}-{system}"
     return path if path.parent == ZOO and (path / "config.json").is_file() else None
+
+
+def own_drafter(target: Any) -> Path | None:
+    """Returns the directory or the GGUF file of a target, a result of `decodax.load`, if it holds layers for
+    multi-token prediction that can be read, or None."""
+    if target.directory is not None and (target.directory / "config.json").is_file():
+        config = read_json(target.directory / "config.json")
+        return target.directory if family_of(config) in FURTHER and further_in(target.directory, config) else None
+    return target.file if target.file is not None and further_blocks(target.file) else None
 
 
 def is_drafter(path: str | os.PathLike[str]) -> bool:
@@ -125,12 +139,13 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  causal_sliding: bool | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra and
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
-    DSpark, Domino, DFlash2, JetSpec and XPress), or the layer for multi-token prediction inside a target's own
-    directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo-7B), which `decodax.load` skips.
+    DSpark, Domino, DFlash2, JetSpec and XPress; Gemma 4's assistants), or the layers for multi-token prediction inside
+    a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5, Hy3, Nemotron 3) or GGUF file
+    (GLM-4.5, Qwen3.5), which `decodax.load` skips.
 
     Args:
-        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for a layer
-            inside a target, that of the target.
+        directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers
+            inside a target, that of the target, or of its GGUF file.
         target: the target, a result of `decodax.load`, which the drafter is checked against, and whose shape published
             files of Hydra++ leave to it. If it lies on a mesh, the drafter is replicated over that. None: no check.
         dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.
@@ -148,11 +163,13 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
             it means and the argument that says it is not given, or the drafter does not fit the target.
     """
     path = _found(directory)
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"directory: {path} has no config.json, takes the directory of a trained drafter")
-    config = read_json(path / "config.json")
     kind = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
-    if ENTRY in config:
+    if not (in_file := is_gguf(path)) and not (path / "config.json").is_file():
+        raise CheckpointError(f"directory: {path} has no config.json, takes the directory of a trained drafter")
+    config = {} if in_file else read_json(path / "config.json")
+    if in_file:
+        made = TrainedDrafter("mtp", *read_further_blocks(path, kind.name), name=str(directory))
+    elif ENTRY in config:
         head = decoded(config["head"])
         made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
     else:

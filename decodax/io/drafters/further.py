@@ -21,10 +21,12 @@ from decodax.io.quantised.scheme import Scheme
 from decodax.io.quantised.tensors import TensorReader
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.io.weights import Loader
+from decodax.models.blocks.options import Layer
+from decodax.models.config import DecoderConfig
 from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import FAMILIES, family_of, read_config, text_part
-from decodax.models.further import FURTHER
+from decodax.models.further import FURTHER, FurtherLayers
 from decodax.models.names import (
     as_stored,
     embeddings,
@@ -32,6 +34,7 @@ from decodax.models.names import (
     further_layers,
     head_tensor,
     layers_in,
+    names_of,
     sources,
     stored_dtype,
 )
@@ -40,20 +43,34 @@ from decodax.models.weight_source import WeightSource
 
 def further_in(path: Path, config: Mapping[str, Any]) -> list[str]:
     """Returns the tensors of layers for multi-token prediction in a directory, if it is that of a model of a known
-    family; otherwise none.
+    family; otherwise none."""
+    family, own = family_of(dict(config)), text_part(dict(config))
+    if family not in FAMILIES or not _held(path):
+        return []
+    return further_layers(family, int(own.get("num_hidden_layers") or 0), own, _files(path, family).home)
+
+
+def check_further(path: Path, config: Mapping[str, Any]) -> None:
+    """Checks that a directory without layers for multi-token prediction is not that of a model that may have them.
 
     Raises:
-        CheckpointError: it is that of a model whose further layers could be read, and it has none.
+        CheckpointError: it is.
     """
-    family, own = family_of(dict(config)), text_part(dict(config))
-    if family not in FAMILIES or not any((path / name).is_file() for name in (ONE, INDEX)):
-        return []
-    files = _files(path, family)
-    found = further_layers(family, int(own.get("num_hidden_layers") or 0), own, files.home)
-    if not found and family in FURTHER and layers_in(family, files.home) > 1:
+    family = family_of(dict(config))
+    if family in FURTHER and _held(path) and layers_in(family, _files(path, family).home) > 1:
+        block = FURTHER[family].block.format(stem="model.", index="N", even="N")
         raise CheckpointError(f"{path}: holds a model and no layers that predict further tokens; takes a directory "
-                              f"that has them ({FURTHER[family].block.format(stem='model.', index='N')}*)")
-    return found
+                              f"that has them ({block}*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The tensors of a layer for multi-token prediction: the prefixes of its own and of its MLP's, and the name of each
+    other one by the weight's path."""
+
+    first: str
+    second: str
+    around: dict[str, str]
 
 
 def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype: Any
@@ -78,33 +95,51 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     except ValueError as e:
         raise CheckpointError(f"{path / 'config.json'}: {e}") from None
     rule, files, depth = FURTHER[family], _files(path, family), len(decoder.layers)
-    stem = next((name for name in embeddings(family) if name in files.home), embeddings(family)[0])
-    stem, first = stem.removesuffix("embed_tokens.weight"), depth if rule.continued else 0
-    prefix = lambda i: rule.block.format(stem=stem, index=first + i)
-    count = next(i for i in itertools.count() if not any(name.startswith(prefix(i)) for name in found)) or 1
-    around = [{part: name.format(stem=stem, layer=prefix(i)) for part, name in rule.around.items()}
-              for i in range(count)]
-    table = f"{stem}embed_tokens.weight"
+    stem, table = names_of(family, files.home).stem, next(name for name in embeddings(family) if name in files.home)
+
+    def place(i: int) -> Place:
+        named = lambda text, **more: text.format(stem=stem, index=depth * rule.continued + i, even=2 * i, odd=2 * i + 1,
+                                                 **more)
+        first, second = named(rule.block), named(rule.second or rule.block)
+        return Place(first, second, {part: named(name, layer=first, second=second)
+                                     for part, name in rule.around.items()})
+
+    count = next(i for i in itertools.count() if not any(name.startswith(place(i).first) for name in found)) or 1
+    places = [place(i) for i in range(1 if rule.alone else count)]
     copied = {"embed": table, "lm_head.kernel": table if decoder.tied else head_tensor(family, files.home)}
     with TensorReader(files) as file:
-        own = {names[part] for names in around for part, name in copied.items() if names.get(part) in file
-               and not (name in file and file.equal(names[part], name))}
-    if count > 1 and own:
-        raise CheckpointError(f"{path}: holds {count} layers that predict further tokens, with tables of their own "
-                              f"({named_tensors(sorted(own))}); for several layers takes copies of the target's")
-    # The layers have the kind of the last one with attention.
-    kind = next(layer for layer in reversed(decoder.layers) if layer.recurrent is None)
-    has = lambda part: around[0].get(part) in own
+        own = {part for each in places for part, name in copied.items() if (copy := each.around.get(part)) in file
+               and not (name in file and file.equal(copy, name))}
+    kind = kind_of(decoder, rule, any("experts." in name for name in found))
     one = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
-                        hidden_first=rule.hidden_first, drop_first=rule.drop_first, own_table=has("embed"),
-                        own_head=has("lm_head.kernel"))
-    head = one if count == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=count)
-    where = {f"{f'depths.{i}.' if count > 1 else ''}{inside}": source for i, names in enumerate(around)
-             for inside, source in _sources(one, family, prefix(i), names, files).items()}
-    spare = files.home.keys() - set(found) | {names[part] for names in around for part in copied if part in names} - own
-    return head, _loaded(files, read_scheme(path, dict(config)), where, head.abstract_params(), spare,
-                         jnp.dtype(dtype).name)
+                        hidden_first=rule.hidden_first, drop_first=rule.drop_first, final_norm="norm.scale" in
+                        rule.around, own_table="embed" in own, own_head="lm_head.kernel" in own)
+    head = one if len(places) == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=len(places))
+    where = {f"{f'depths.{i}.' if len(places) > 1 else ''}{inside}": source for i, each in enumerate(places)
+             for inside, source in _sources(one, family, rule, each, files).items()}
+    copies = {each.around[part] for each in places for part in copied if part in each.around and part not in own}
+    later = {name for i in range(len(places), count) for name in found if name.startswith(place(i).first)}
+    unused = {rule.unused.format(layer=each.first) for each in places}
+    return head, _loaded(files, read_scheme(path, dict(config)), where, head.abstract_params(),
+                         files.home.keys() - set(found) | copies | later | unused, jnp.dtype(dtype).name)
+
+
+def kind_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool) -> Layer:
+    """Returns the options of a layer for multi-token prediction: those of the decoder's last layer with attention.
+
+    Args:
+        decoder: the decoder's configuration.
+        rule: the family's rule.
+        experts: True if the layer has experts, False if its MLP is dense.
+    """
+    last = next(layer for layer in reversed(decoder.layers) if layer.recurrent is None and layer.half != "mlp" and (
+        layer.sliding is not None or not rule.sliding))
+    if last.half is not None:       # the other half is a layer of its own
+        other = next(layer for layer in reversed(decoder.layers) if layer.half == "mlp" and (
+            layer.experts is not None) == experts)
+        return dataclasses.replace(last, half=None, experts=other.experts, mlp=other.mlp)
+    return last if experts else dataclasses.replace(last, experts=None)
 
 
 def _loaded(files: Files, scheme: Scheme | None, where: dict[str, WeightSource], shapes: Any, spare: set[str],
@@ -123,35 +158,38 @@ def _loaded(files: Files, scheme: Scheme | None, where: dict[str, WeightSource],
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
+def _held(path: Path) -> bool:
+    """True if a directory has files from which a model is loaded."""
+    return any((path / name).is_file() for name in (ONE, INDEX))
+
+
 def _files(path: Path, family: str) -> Files:
     files = Files(path)
     files.within(embeddings(family))
     return files
 
 
-def _sources(head: RecurrentHead, family: str, first: str, around: Mapping[str, str], files: Files
+def _sources(head: RecurrentHead, family: str, rule: FurtherLayers, place: Place, files: Files
              ) -> dict[str, WeightSource]:
-    """Returns the tensors of each weight of one layer.
-
-    Args:
-        head: the network.
-        family: the `model_type`.
-        first: prefix of the tensors of the decoder layer.
-        around: name of each other tensor, by the weight's path.
-        files: the files.
-    """
+    """Returns the tensors of each weight of one layer."""
     shapes = head.abstract_params()
     # To its family the layer is the only one of a decoder.
     table = embeddings(family)[0]
-    within = f"{table.removesuffix('embed_tokens.weight')}layers.0."
-    stored = lambda name: f"{first}{name.removeprefix(within)}"
-    here = [f"{within}{name.removeprefix(first)}" for name in files.home if name.startswith(first)]
-    block = sources(family, head.config, {"layers": shapes["layers"]}, {table, *here})
-    block = {path: dataclasses.replace(source, tensors=tuple(map(stored, source.tensors)))
-             for path, source in block.items()}
+    within = f"{names_of(family, {table}).stem}layers.0."
+
+    def stored(path: str, name: str) -> str:
+        inner = name.removeprefix(within)
+        for theirs, own in rule.renamed.items():
+            inner = inner.replace(theirs, own)
+        return f"{place.second if path.startswith('layers.0.mlp') else place.first}{inner}"
+
+    here = [f"{within}{name.removeprefix(first)}" for first in (place.first, place.second) for name in files.home
+            if name.startswith(first)]
+    block = {path: dataclasses.replace(source, tensors=tuple(stored(path, name) for name in source.tensors))
+             for path, source in sources(family, head.config, {"layers": shapes["layers"]}, {table, *here}).items()}
     block = as_stored(block, lambda name: tuple(files.slice(name).get_shape()) if name in files.home else ())
     for path, leaf in flatten(shapes).items():
         if path not in block:
             turned = path.endswith("kernel")
-            block[path] = WeightSource((around[path],), turned, None, leaf.shape[::-1] if turned else leaf.shape)
+            block[path] = WeightSource((place.around[path],), turned, None, leaf.shape[::-1] if turned else leaf.shape)
     return block

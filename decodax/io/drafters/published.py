@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from decodax.io.drafters import dflash
+from decodax.io.drafters.assistant import is_assistant, read_assistant
 from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
-from decodax.io.drafters.further import further_in, read_further
+from decodax.io.drafters.further import check_further, further_in, read_further
 from decodax.io.drafters.reading import tensors_in
 from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
 from decodax.io.files import CheckpointError, read_json
@@ -45,8 +46,12 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
         CheckpointError: the layout is not known, leaves something open, or a tensor does not fit it.
     """
     whole = read_json(path / "config.json")
+    if is_assistant(whole):
+        head, weights, order = read_assistant(tensors_in(path), dtype)
+        return "mtp", head, weights, None if order is None else jnp.asarray(order, jnp.int32)
     if (found := further_in(path, whole)):
         return "mtp", *read_further(path, whole, found, dtype), None
+    check_further(path, whole)
     tensors = tensors_in(path)
     config, kinds = tensors.config, " ".join(tensors.config.get("architectures") or ())
     if "medusa_num_heads" in config:
@@ -69,4 +74,5 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
         return "eagle", *read_eagle(tensors, dtype), None
     raise CheckpointError(f"{path}: is no drafter in a known layout (architectures {config.get('architectures')}, "
                           f"model_type {config.get('model_type')!r}); known are Medusa, Hydra, the MLP speculator, "
-                          "EAGLE-1 to 3, P-EAGLE, block heads (DFlash and its successors), and this library's own")
+                          "EAGLE-1 to 3, P-EAGLE, block heads (DFlash and its successors), Gemma 4's assistants, and "
+                          "this library's own")

@@ -6,12 +6,12 @@ where they follow from the architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from decodax.io.gguf.hybrids import HYBRIDS
 from decodax.io.gguf.metadata import Architecture, Metadata
-
-Entries = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
+from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, depth, experts, plain, routed, scaled
+from decodax.io.gguf.views import XIELU
 
 
 def _llama(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -72,10 +72,7 @@ def _stablelm(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    return {**c, "model_type": "granite", "attention_bias": m.biased,
-            "embedding_multiplier": m.get("embedding_scale", 1.0), "residual_multiplier": m.get("residual_scale", 1.0),
-            "attention_multiplier": m.get("attention.scale", c["head_dim"] ** -0.5),
-            "logits_scaling": m.get("logit_scale", 1.0)}
+    return {**c, "model_type": "granite", "attention_bias": m.biased, **scaled(m, c)}
 
 
 def _olmo2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -93,16 +90,40 @@ def _cohere2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "sliding_window": m.need("attention.sliding_window")}
 
 
-def _plain(kind: str, more: Callable[[Metadata], dict[str, Any]] = lambda m: {}) -> Entries:
-    """Returns the reader of a family that adds `more` to the entries that all families share."""
-    return lambda m, c: {**c, "model_type": kind, **more(m)}
+def _apertus(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": "default"}, **c, "model_type": "apertus", "attention_bias": m.biased}
 
 
-def _experts(m: Metadata, count: str = "num_experts", width: bool = True) -> dict[str, Any]:
-    """Returns the entries of a mixture; `count` is the name of the number of experts, `width` is False if experts have
-    the inner width of other layers."""
-    own = {"moe_intermediate_size": m.need("expert_feed_forward_length")} if width else {}
-    return {count: m.need("expert_count"), "num_experts_per_tok": m.need("expert_used_count"), **own}
+def _falcon(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    twin = m.has("attn_norm_2.weight")
+    return {**c, "model_type": "falcon", "layer_norm_epsilon": c["layer_norm_eps"],
+            "num_kv_heads": c["num_key_value_heads"], "new_decoder_architecture": twin or c["num_key_value_heads"] > 1,
+            "num_ln_in_parallel_attn": 2 if twin else 1, "multi_query": True, "bias": m.biased, "parallel_attn": True,
+            "ffn_hidden_size": c["intermediate_size"], "alibi": False}
+
+
+def _bloom(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    return {**c, "model_type": "bloom", "n_head": c["num_attention_heads"], "n_layer": c["num_hidden_layers"],
+            "seq_length": c["max_position_embeddings"], "layer_norm_epsilon": c["layer_norm_eps"]}
+
+
+def _gptj(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "gptj", "vocab_size": c["vocab_size"], "n_embd": c["hidden_size"],
+            "n_head": c["num_attention_heads"], "n_layer": c["num_hidden_layers"],
+            "n_inner": c["intermediate_size"], "n_positions": c["max_position_embeddings"],
+            "layer_norm_epsilon": c["layer_norm_eps"], "rotary_dim": m.need("rope.dimension_count")}
+
+
+def _mistral3(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    if (beta := m.get("attention.temperature_scale")) is None:
+        return {**c, "model_type": "mistral", "sliding_window": None}
+    return {**c, "model_type": "ministral3", "rope_scaling": {**c["rope_scaling"], "llama_4_scaling_beta": beta}}
+
+
+def _phimoe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    return {**c, "model_type": "phimoe", **experts(m, "num_local_experts", False), "attention_bias": m.biased,
+            "lm_head_bias": "output.bias" in m.file.tensors,
+            "sliding_window": m.get("attention.sliding_window") or None}
 
 
 def _exaone4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -117,17 +138,13 @@ def _kinds(near: list[Any]) -> list[str]:
 
 
 def _glm4_moe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    return {**c, "model_type": "glm4_moe", **_experts(m, "n_routed_experts"), "attention_bias": m.biased,
-            "num_hidden_layers": c["num_hidden_layers"] - m.count("nextn_predict_layers", 0, 0),
-            "use_qk_norm": m.has("attn_q_norm.weight"), "first_k_dense_replace": m.get("leading_dense_block_count", 0),
-            "n_shared_experts": m.get("expert_shared_count", 0), "norm_topk_prob": m.get("expert_weights_norm", True),
-            "routed_scaling_factor": m.get("expert_weights_scale", 1.0), "n_group": m.get("expert_group_count", 1),
-            "topk_group": m.get("expert_group_used_count", 1)}
+    return {**c, "model_type": "glm4_moe", **routed(m), "attention_bias": m.biased, **depth(m, c),
+            "use_qk_norm": m.has("attn_q_norm.weight")}
 
 
 def _gpt_oss(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     scaling = {**c["rope_scaling"], "truncate": False} if c.get("rope_scaling") else {"rope_type": "default"}
-    return {**c, "model_type": "gpt_oss", **_experts(m, "num_local_experts", False), "rope_scaling": scaling,
+    return {**c, "model_type": "gpt_oss", **experts(m, "num_local_experts", False), "rope_scaling": scaling,
             "intermediate_size": m.need("expert_feed_forward_length"), "attention_bias": m.biased,
             "sliding_window": m.need("attention.sliding_window")}
 
@@ -159,9 +176,6 @@ def _gemma4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa", 1e4)}}}
 
 
-SHARED = {f"mlp.shared.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
-LATE = {"mlp_in": "post_attention_norm"}
-CORRECTION = {"mlp.correction": "exp_probs_b.bias"}
 GEMMA4 = {
     "mlp.shared.gate": "ffn_gate", "mlp.shared.up": "ffn_up", "mlp.shared.down": "ffn_down",
     "mlp.shared_in": "ffn_norm", "mlp.shared_out": "post_ffw_norm_1", "mlp.experts_in": "pre_ffw_norm_2",
@@ -170,53 +184,58 @@ GEMMA4 = {
     "inputs.widen": "proj", "inputs.norm": "post_norm"}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "arcee": Architecture(_plain("arcee", lambda m: {
+    **HYBRIDS,
+    "apertus": Architecture(_apertus, views=XIELU),
+    "arcee": Architecture(plain("arcee", lambda m: {
         "attention_bias": m.biased, "mlp_bias": m.has("ffn_up.bias")}), permuted=True),
-    "cohere2": Architecture(_cohere2), "command-r": Architecture(_cohere),
-    "ernie4_5": Architecture(_plain("ernie4_5", lambda m: {"use_bias": m.biased})),
-    "ernie4_5-moe": Architecture(_plain("ernie4_5_moe", lambda m: {
+    "bloom": Architecture(_bloom), "cohere2": Architecture(_cohere2), "command-r": Architecture(_cohere),
+    "ernie4_5": Architecture(plain("ernie4_5", lambda m: {"use_bias": m.biased})),
+    "ernie4_5-moe": Architecture(plain("ernie4_5_moe", lambda m: {
         "moe_num_experts": m.need("expert_count"), "moe_k": m.need("expert_used_count"), "use_bias": m.biased,
         "moe_intermediate_size": m.need("expert_feed_forward_length"),
         "moe_layer_start_index": m.get("leading_dense_block_count", 0),
         "moe_layer_interval": m.get("interleave_moe_layer_step", 1),
         "moe_num_shared_experts": m.get("expert_shared_count", 0)}), names=SHARED | CORRECTION),
     "exaone4": Architecture(_exaone4),
+    "falcon": Architecture(_falcon, names={"attn_in": "attn_norm_2|attn_norm", "mlp_in": "attn_norm"}),
     "gemma": Architecture(_gemma, shifted=True), "gemma2": Architecture(_gemma2, shifted=True),
     "gemma3": Architecture(_gemma3, shifted=True),
     "gemma4": Architecture(_gemma4, names=GEMMA4, by_layer=True, scaled=False),
-    "glm4": Architecture(_plain("glm4", lambda m: {"attention_bias": m.biased})),
+    "glm4": Architecture(plain("glm4", lambda m: {"attention_bias": m.biased})),
     "glm4moe": Architecture(_glm4_moe, names=SHARED | LATE | CORRECTION),
     "gpt-oss": Architecture(_gpt_oss, names={**LATE, "attn.sinks": "attn_sinks.weight"}),
-    "gpt2": Architecture(_gpt2),
-    "gptneox": Architecture(_plain("gpt_neox", lambda m: {
+    "gpt2": Architecture(_gpt2), "gptj": Architecture(_gptj),
+    "gptneox": Architecture(plain("gpt_neox", lambda m: {
         "use_parallel_residual": m.get("use_parallel_residual", True), "attention_bias": m.biased})),
     "granite": Architecture(_granite, permuted=True),
-    "granitemoe": Architecture(lambda m, c: {**_granite(m, c), "model_type": "granitemoe", **_experts(
+    "granitemoe": Architecture(lambda m, c: {**_granite(m, c), "model_type": "granitemoe", **experts(
         m, "num_local_experts", False)}, permuted=True),
-    "hunyuan-dense": Architecture(_plain("hunyuan_v1_dense", lambda m: {"attention_bias": m.biased})),
+    "hunyuan-dense": Architecture(plain("hunyuan_v1_dense", lambda m: {"attention_bias": m.biased})),
     "llama": Architecture(_llama, permuted=True),
-    "minimax-m2": Architecture(_plain("minimax_m2", lambda m: {
-        **_experts(m, "num_local_experts", False), "intermediate_size": m.need("expert_feed_forward_length")}),
+    "minimax-m2": Architecture(plain("minimax_m2", lambda m: {
+        **experts(m, "num_local_experts", False), "intermediate_size": m.need("expert_feed_forward_length")}),
         names=CORRECTION),
-    "nemotron": Architecture(_plain("nemotron", lambda m: {
+    "mistral3": Architecture(_mistral3, permuted=True, yarn_log=1.0),
+    "nemotron": Architecture(plain("nemotron", lambda m: {
         "norm_eps": m.need("attention.layer_norm_epsilon"), "attention_bias": m.biased,
         "mlp_bias": m.has("ffn_up.bias")}), shifted=True),
     "olmo2": Architecture(_olmo2),
-    "olmoe": Architecture(_plain("olmoe", lambda m: {
-        **_experts(m, width=False), "clip_qkv": m.get("attention.clamp_kqv")})),
-    "phi2": Architecture(_plain("phi", lambda m: {"hidden_act": "gelu_new"})),
-    "phi3": Architecture(_plain("phi3", lambda m: {"sliding_window": m.get("attention.sliding_window") or None})),
+    "olmoe": Architecture(plain("olmoe", lambda m: {
+        **experts(m, width=False), "clip_qkv": m.get("attention.clamp_kqv")})),
+    "phi2": Architecture(plain("phi", lambda m: {"hidden_act": "gelu_new"})),
+    "phi3": Architecture(plain("phi3", lambda m: {"sliding_window": m.get("attention.sliding_window") or None})),
+    "phimoe": Architecture(_phimoe),
     "qwen2": Architecture(_qwen2), "qwen2vl": Architecture(_qwen2),
-    "qwen2moe": Architecture(_plain("qwen2_moe", lambda m: {
-        **_experts(m), "norm_topk_prob": False,
+    "qwen2moe": Architecture(plain("qwen2_moe", lambda m: {
+        **experts(m), "norm_topk_prob": False,
         "shared_expert_intermediate_size": m.need("expert_shared_feed_forward_length")}),
-        names={**SHARED, "mlp.shared_gate": "ffn_gate_inp_shexp"}),
+        names=SHARED_GATE),
     "qwen3": Architecture(_qwen3), "qwen3vl": Architecture(_qwen3),
     "qwen3moe": Architecture(_qwen3_moe), "qwen3vlmoe": Architecture(_qwen3_moe),
-    "seed_oss": Architecture(_plain("seed_oss", lambda m: {
+    "seed_oss": Architecture(plain("seed_oss", lambda m: {
         "attention_bias": m.biased, "attention_out_bias": m.has("attn_output.bias"),
         "mlp_bias": m.has("ffn_up.bias")}), names=LATE),
-    "smollm3": Architecture(_plain("smollm3"), permuted=True), "stablelm": Architecture(_stablelm),
-    "starcoder2": Architecture(_plain("starcoder2", lambda m: {
+    "smollm3": Architecture(plain("smollm3"), permuted=True), "stablelm": Architecture(_stablelm),
+    "starcoder2": Architecture(plain("starcoder2", lambda m: {
         "norm_epsilon": m.need("attention.layer_norm_epsilon"), "use_bias": m.biased}))}
 """Architectures by their names in `general.architecture`."""

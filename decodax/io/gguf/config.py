@@ -45,11 +45,12 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: {m.name}.block_count: got {layers}, the file holds {held} layers")
     heads, width = m.count("attention.head_count"), m.count("embedding_length")
     head = m.count("attention.key_length", max(width // heads, 1))
-    if (values := m.count("attention.value_length", head)) != head:
+    if (values := m.count("attention.value_length", head)) != head and not architecture.latent:
         raise CheckpointError(f"{file.path}: {m.name}.attention.value_length: got {values}, takes that of the keys, "
                               f"{head}")
     shared: dict[str, Any] = {
-        "vocab_size": table.shape[0], "hidden_size": width, "intermediate_size": m.count("feed_forward_length"),
+        "vocab_size": table.shape[0], "hidden_size": width, "intermediate_size": m.count(
+            "feed_forward_length", m.get("expert_feed_forward_length")),
         "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": m.count("attention.head_count_kv", heads), "head_dim": head,
         "max_position_embeddings": m.count("context_length"), "rope_theta": m.get("rope.freq_base", 10_000.0),
@@ -61,13 +62,13 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
     turned = m.count("rope.dimension_count", head)
     if turned != head:
         shared["partial_rotary_factor"] = turned / head
-    if architecture.scaled and (scaling := _scaling(m, factors)) is not None:
+    if architecture.scaled and (scaling := _scaling(m, factors, architecture.yarn_log)) is not None:
         shared["rope_scaling"] = scaling
     return architecture.entries(m, shared)
 
 
-def _scaling(m: Metadata, factors: Factors) -> dict[str, Any] | None:
-    """Returns the entry `rope_scaling`, or None."""
+def _scaling(m: Metadata, factors: Factors, log: float) -> dict[str, Any] | None:
+    """Returns the entry `rope_scaling`, or None; `log` is `Architecture.yarn_log`."""
     kind, attention = m.get("rope.scaling.type"), m.get("rope.scaling.attn_factor")
     context = m.count("context_length")
     trained = m.get("rope.scaling.original_context_length") or context
@@ -79,12 +80,14 @@ def _scaling(m: Metadata, factors: Factors) -> dict[str, Any] | None:
         return {"rope_type": "longrope", "long_factor": listed(ROPE[1]), "short_factor": listed(ROPE[2]),
                 "attention_factor": attention or 1.0, "original_max_position_embeddings": trained}
     if kind == "yarn":
+        several = log * m.get("rope.scaling.yarn_log_multiplier", 0.0)
         for key, takes in (("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
-            if (given := m.get(f"rope.scaling.{key}", takes)) != takes:
+            if (given := m.get(f"rope.scaling.{key}", takes)) != takes and not (several and "log" in key):
                 raise CheckpointError(f"{m.file.path}: {m.name}.rope.scaling.{key}: got {given}, takes {takes}")
         # Converters write the factor of cosine and sine under either name.
         own = {"attention_factor": m.get("rope.scaling.yarn_attn_factor", attention),
                "beta_fast": m.get("rope.scaling.yarn_beta_fast"), "beta_slow": m.get("rope.scaling.yarn_beta_slow")}
+        own |= {} if not several else dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{several:.6g}"))
         return {"rope_type": "yarn", "factor": m.need("rope.scaling.factor"),
                 "original_max_position_embeddings": trained} | {k: v for k, v in own.items() if v is not None}
     if kind == "linear" or (kind is None and m.get("rope.scale_linear")):

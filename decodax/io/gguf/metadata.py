@@ -10,6 +10,7 @@ import numpy as np
 
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.views import Stored
 
 Factors = Mapping[str, np.ndarray]
 """Tensors of rope factors by name, as numbers."""
@@ -24,10 +25,14 @@ class Architecture:
         permuted: True if rows of queries and keys are stored in pairs of neighbours, for a rotation of neighbours; they
             are put back into halves.
         shifted: True if norms are stored with 1 added to their scales.
-        names: tensor names that differ from those of `decodax.io.gguf.tensors`, by the network's path.
+        names: tensor names that differ from those of `decodax.io.gguf.tensors`, by the network's path; of several with
+            "|" between them the first that the file has.
         by_layer: True if numbers of heads and inner channels may differ between layers; the entries that all families
-            share are then those of the first layer.
+            share are then the largest.
         scaled: False if factors of the rotary frequencies are not a scaling of all layers.
+        views: the form of weights that are no rows of a tensor in the network's order, by their paths within a layer.
+        latent: True if keys and values are those of multi-head latent attention, with widths of their own.
+        yarn_log: factor by which `yarn_log_multiplier` becomes `mscale_all_dim`; 0: files have none.
     """
 
     entries: Callable[[Metadata, dict[str, Any]], dict[str, Any]]
@@ -36,6 +41,9 @@ class Architecture:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     by_layer: bool = False
     scaled: bool = True
+    views: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+    latent: bool = False
+    yarn_log: float = 0.0
 
 
 class Metadata:
@@ -53,14 +61,14 @@ class Metadata:
         self.name = str(file.metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns an entry of the architecture; of one number for each layer the one that they all are."""
+        """Returns an entry of the architecture; of numbers for each layer the one that they all are, or the largest."""
         full = f"{self.name}.{key}"
         found = self.file.metadata.get(full, default)
         if isinstance(found, np.ndarray):
             if len(found) == 0 or (len(set(found.tolist())) != 1 and not self.by_layer):
                 raise CheckpointError(f"{self.file.path}: {full}: got {found.tolist()[:8]}, takes the same number for "
                                       "all layers")
-            found = found[0].item()
+            found = max(found.tolist())
         # Files hold 32-bit floats: 1e-5 is read as written in the configuration, not as 9.999999747378752e-06.
         return float(f"{found:.7g}") if isinstance(found, float) else found
 
@@ -100,3 +108,7 @@ class Metadata:
     def has(self, tensor: str) -> bool:
         """True if the first layer has a tensor of this name."""
         return f"blk.0.{tensor}" in self.file.tensors
+
+    def held(self, tensor: str) -> bool:
+        """True if some layer has a tensor of this name."""
+        return any(name.endswith(f".{tensor}") for name in self.file.tensors)

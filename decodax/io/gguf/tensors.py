@@ -8,9 +8,10 @@ of neighbours.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ import numpy as np
 from decodax.io.files import CheckpointError, named_tensors
 from decodax.io.gguf.metadata import Architecture
 from decodax.io.gguf.reader import GgufFile, GgufTensor
+from decodax.io.gguf.views import Stored
 from decodax.models.config import DecoderConfig
 
 NAMES = {"attn_in": "attn_norm", "mlp_in": "ffn_norm", "attn_out": "post_attention_norm", "mlp_out": "post_ffw_norm",
@@ -28,7 +30,7 @@ NAMES = {"attn_in": "attn_norm", "mlp_in": "ffn_norm", "attn_out": "post_attenti
 """Name of a tensor within a layer, by the network's path within a layer."""
 
 WHOLE = {"embed": "token_embd.weight", "positions": "position_embd.weight", "norm": "output_norm",
-         "lm_head": "output", "layer_inputs.table": "per_layer_token_embd.weight",
+         "lm_head": "output", "embed_norm": "token_embd_norm", "layer_inputs.table": "per_layer_token_embd.weight",
          "layer_inputs.project": "per_layer_model_proj", "layer_inputs.norm": "per_layer_proj_norm"}
 """Names of tensors outside of the layers."""
 
@@ -56,6 +58,11 @@ class RowSource:
         every: number of rows of each expert in a tensor that holds two projections, of which `start` to `stop` of the
             first expert, and the same rows of the others, are read; 0: rows `start` to `stop` are all.
         shift: added to the numbers.
+        picks: the rows, counted from `start`, in the network's order; None: all of them in the file's.
+        columns: the blocks of a row in the network's order; None: the file's.
+        turn: makes the weight of the numbers `f32[rows, entries]`; None: they are the weight. Such a weight is not
+            kept packed.
+        values: the numbers themselves, which are no tensor's; None: they are.
     """
 
     tensor: GgufTensor
@@ -64,6 +71,10 @@ class RowSource:
     heads: int = 0
     shift: float = 0.0
     every: int = 0
+    picks: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    turn: Callable[[np.ndarray], np.ndarray] | None = None
+    values: np.ndarray | None = None
 
     @property
     def row(self) -> int:
@@ -73,15 +84,20 @@ class RowSource:
     @property
     def count(self) -> int:
         """Number of rows."""
+        if self.picks is not None:
+            return len(self.picks)
         return (self.stop - self.start) * (self.tensor.shape[0] if self.every else 1)
 
     @property
     def unit(self) -> int:
         """Number of rows that are read together at least."""
-        return (self.stop - self.start) // self.heads if self.heads else 1
+        size = self.stop - self.start
+        return size if self.picks is not None else size // self.heads if self.heads else 1
 
     def order(self, rows: int) -> np.ndarray:
         """Returns the order of the first `rows` rows, a multiple of `unit`."""
+        if self.picks is not None:
+            return self.picks
         if not self.heads:
             return np.arange(rows)
         return np.arange(rows).reshape(-1, self.unit // 2, 2).swapaxes(1, 2).ravel()
@@ -89,6 +105,24 @@ class RowSource:
 
 def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfig,
                 shapes: dict[str, Any]) -> dict[str, RowSource]:
+    """Returns the rows of each weight of a file's network; see `find_rows`.
+
+    Raises:
+        CheckpointError: as there, or a tensor is not part of the network.
+    """
+    found = find_rows(file, architecture, config, shapes)
+    used = {source.tensor.name for source in found.values() if source.values is None}
+    # Layers that predict further tokens, and keys of layers that attend to those of others.
+    spare = tuple(f"blk.{i}." for i in range(len(config.layers), len(config.layers) + 8)) + tuple(
+        f"blk.{i}.attn_{part}" for i, layer in enumerate(config.layers) if layer.reads is not None for part in "kv")
+    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
+    if left:
+        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
+    return found
+
+
+def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig, shapes: dict[str, Any], first: int = 0
+              ) -> dict[str, RowSource]:
     """Returns the rows of each weight.
 
     Args:
@@ -96,17 +130,25 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         architecture: how it is read.
         config: the network's configuration.
         shapes: the shapes of its weights by path.
+        first: number of the network's first layer in the file.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape than the configuration says, or is not part of the
-            network.
+        CheckpointError: a tensor is missing, or has another shape than the configuration says.
     """
     found, missing = dict[str, RowSource](), []
     for path, leaf in shapes.items():
+        view = architecture.views.get(path.split(".", 2)[-1]) if path.startswith("layers.") else None
+        if view is not None:
+            source = _viewed(view, path, file, config, shapes, first)
+            if isinstance(source, str):
+                missing.append(source)
+            else:
+                found[path] = source
+            continue
         wanted = leaf.shape[::-1] if path.endswith(".kernel") and leaf.ndim == 2 else leaf.shape
         if leaf.ndim == 3:
             wanted = (leaf.shape[0], leaf.shape[2], leaf.shape[1])
-        name, start, rows = _place(path, file, shapes, architecture.names)
+        name, start, rows = _place(path, file, shapes, architecture.names, first)
         tensor = file.tensors.get(name)
         if tensor is None:
             missing.append(name)
@@ -126,31 +168,66 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         found[path] = RowSource(tensor, start, start + count, heads, shift, rows if merged else 0)
     if missing:
         raise CheckpointError(f"{file.path}: lacks {named_tensors(missing)}, which the metadata requires")
-    used = {source.tensor.name for source in found.values()}
-    # Layers that predict further tokens, and keys of layers that attend to those of others.
-    spare = tuple(f"blk.{i}." for i in range(len(config.layers), len(config.layers) + 8)) + tuple(
-        f"blk.{i}.attn_{part}" for i, layer in enumerate(config.layers) if layer.reads is not None for part in "kv")
-    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
-    if left:
-        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
     return found
 
 
-def _place(path: str, file: GgufFile, shapes: dict[str, Any], own: Mapping[str, str]) -> tuple[str, int, int]:
+def _viewed(view: Stored, path: str, file: GgufFile, config: DecoderConfig, shapes: dict[str, Any], first: int
+            ) -> RowSource | str:
+    """Returns the rows of a weight with a view, or the name of its tensor if the file lacks it.
+
+    Raises:
+        CheckpointError: the tensor does not have the number of entries that the configuration says.
+    """
+    _, index, rest = path.split(".", 2)
+    layer, leaf = config.layers[int(index)], shapes[path]
+    if view.entry:
+        name = f"{file.metadata['general.architecture']}.{view.name}"
+        listed = np.ravel(file.metadata.get(name, ()))
+        return name if len(listed) <= int(index) else RowSource(
+            next(iter(file.tensors.values())), 0, 0, values=np.asarray(listed[int(index)], np.float32))
+    name = f"blk.{int(index) + first}.{view.name}"
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        return name
+    entries = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    total = math.prod(tensor.shape) // entries
+    widths = [shapes[f"layers.{index}.{other}"].shape[-1] for other in view.of] or [total]
+    at = view.of.index(rest) if view.of else 0
+    start, picks = sum(widths[:at]), None if view.rows is None else view.rows(config, layer)
+    rows = widths[at] if picks is None else len(picks)
+    if sum(widths) != total or rows * entries != math.prod(leaf.shape) or (
+            picks is not None and picks.max() >= widths[at]):
+        raise CheckpointError(f"{file.path}: tensor {name} has shape {tensor.shape}, which does not fit {leaf.shape} "
+                              "of the metadata")
+    columns, own = None if view.columns is None else view.columns(config, layer), view.turn
+    turn: Callable[[np.ndarray], np.ndarray] | None = None if own is None else lambda x: own(x, config)
+    if columns is not None:
+        blocks = columns.reshape(-1, tensor.block)
+        if (blocks[:, :1] + np.arange(tensor.block) == blocks).all() and not (blocks[:, 0] % tensor.block).any():
+            columns = blocks[:, 0] // tensor.block
+        else:       # blocks that reach over the border of two heads
+            columns, turn = None, functools.partial(np.take, indices=columns, axis=1)
+    return RowSource(tensor, start, start + widths[at], picks=picks, columns=columns, turn=turn)
+
+
+def _place(path: str, file: GgufFile, shapes: dict[str, Any], own: Mapping[str, str], first: int
+           ) -> tuple[str, int, int]:
     """Returns the name of a weight's tensor, its first row in it, and the number of rows if it has those of others.
-    `own` are the names of the architecture."""
-    if path in WHOLE:
-        return WHOLE[path], 0, 0
+    `own` are the names of the architecture, and `first` is that of `find_rows`."""
+    whole = {**WHOLE, **own}
+    if path in whole:
+        return whole[path], 0, 0
     module, leaf = path.rsplit(".", 1)
     tail = "bias" if leaf == "bias" else "weight"
-    if module in WHOLE:
-        return f"{WHOLE[module]}.{tail}", 0, 0
+    if module in whole:
+        return f"{whole[module]}.{tail}", 0, 0
     _, index, rest = path.split(".", 2)
-    within, names = f"blk.{index}.", {**NAMES, **own}
+    within, names = f"blk.{int(index) + first}.", {**NAMES, **own}
     if rest in own:
         return f"{within}{own[rest]}", 0, 0
     inner = rest.rsplit(".", 1)[0]
-    name = names[inner]
+    several = names[inner].split("|")
+    name = next((one for one in several if f"{within}{one}.{tail}" in file.tensors), several[-1])
     size, of_all = shapes[path], f"layers.{index}.{inner}.kernel"
     if size.ndim == 3 or (leaf == "bias" and of_all in shapes and shapes[of_all].ndim == 3):
         both = f"{within}ffn_gate_up_exps.{tail}"
@@ -158,8 +235,8 @@ def _place(path: str, file: GgufFile, shapes: dict[str, Any], own: Mapping[str, 
             return both, size.shape[-1] * (inner == "mlp.up"), 2 * size.shape[-1]
         return f"{within}{name}_exps.{tail}", 0, 0
     for fused, members in TOGETHER.items():
-        first = f"{within}{NAMES[members[0]]}.weight"
-        if inner in members and first not in file.tensors and f"{within}{fused}.weight" in file.tensors and (
+        alone = f"{within}{NAMES[members[0]]}.weight"
+        if inner in members and alone not in file.tensors and f"{within}{fused}.weight" in file.tensors and (
                 f"layers.{index}.{members[0]}.{leaf}" in shapes):
             widths = [shapes[f"layers.{index}.{member}.{leaf}"].shape[-1] for member in members]
             return f"{within}{fused}.{tail}", sum(widths[:members.index(inner)]), sum(widths)
@@ -189,7 +266,10 @@ class RowReader:
             for first in range(0, size, step):
                 count = min(step, size - first)
                 rows = self._read(tensor, (start + first) * row, count * row).reshape(count, row)
-                yield done + first, rows[source.order(count)] if source.heads else rows
+                rows = rows[source.order(count)] if source.heads or source.picks is not None else rows
+                if source.columns is not None:
+                    rows = rows.reshape(len(rows), -1, tensor.size)[:, source.columns].reshape(len(rows), row)
+                yield done + first, rows
 
     def _read(self, tensor: GgufTensor, start: int, size: int) -> np.ndarray:
         self._data.seek(tensor.start + start)

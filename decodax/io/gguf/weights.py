@@ -25,7 +25,7 @@ from decodax.io.packed import on_devices, packer
 from decodax.models.formats import Format, kernels, native
 from decodax.models.formats.ggml import TYPES, unpack
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import flatten
+from decodax.models.names import flatten, stored_dtype
 from decodax.models.packed import Packed
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -55,18 +55,19 @@ def load_weights(rows: RowReader, sources: dict[str, RowSource], shapes: Any, dt
     made = {}
     for path, leaf in leaves.items():
         source, place, table = sources[path], places[path], path == "embed"
-        stacked = leaf.shape if leaf.ndim == 3 else None
+        stacked, packs = leaf.shape if leaf.ndim == 3 else None, path in chosen or table
+        packs = packs and source.turn is None and source.values is None
         if packing is not None and path in chosen:
             whole = jax.device_put(_array(rows, source, path, leaf.shape, "float32"), place)
             made[path] = packer(packing, table, leaf.shape, whole.dtype, place)(whole)
-        elif (path in chosen or table) and source.tensor.type.lower() in TYPES:     # rows are looked up packed
+        elif packs and source.tensor.type.lower() in TYPES:         # rows are looked up packed
             made[path] = _blocks(rows, source, stacked, table, place)
-        elif (path in chosen or table) and FLOATS.get(source.tensor.type, dtype) != dtype:
+        elif packs and FLOATS.get(source.tensor.type, dtype) != dtype:
             made[path] = _floats(rows, source, stacked, table, place)
         else:
-            if source.tensor.block > 1:
+            if source.tensor.block > 1 and source.values is None:
                 widened[source.tensor.type].append(source.tensor.name)
-            made[path] = jax.device_put(_array(rows, source, path, leaf.shape, dtype), place)
+            made[path] = jax.device_put(_array(rows, source, path, leaf.shape, stored_dtype(path, dtype)), place)
     _tell(rows, widened, sources, dtype, packing)
     return jax.tree.unflatten(jax.tree.structure(shapes), made.values())
 
@@ -76,7 +77,8 @@ def _tell(rows: RowReader, widened: dict[str, list[str]], sources: dict[str, Row
     """Logs what is not kept as the file has it."""
     said = []
     for kind, names in widened.items():
-        why = "no kernel is packed in this type" if kind.lower() not in TYPES else "these are no kernels"
+        why = "no kernel is packed in this type" if kind.lower() not in TYPES else (
+            "these are no kernels, or kernels in another order")
         said.append(f"{len(names)} of type {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) become "
                     f"{dtype}, since {why}")
     if platform() != "cpu" and packing is None:
@@ -125,22 +127,25 @@ def _kept(packed: Packed, stacked: tuple[int, ...] | None, table: bool, place: S
 
 def _array(rows: RowReader, source: RowSource, path: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Loads a weight as an array, decoded if it is stored in blocks."""
+    if source.values is not None:
+        return source.values.astype(jnp.dtype(dtype)).reshape(shape)
     turned = path.endswith(".kernel")
     order = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
     found = huge_pages.empty(shape, np.dtype(jnp.dtype(dtype)))
-    flat = found.reshape(-1, *order[1:][-1:]) if len(order) == 2 and not turned else None
+    flat = found.reshape(-1, *order[1:][-1:]) if len(order) == 2 and not turned and source.turn is None else None
     done: list[np.ndarray] = []
     for first, raw in rows.chunks(source):
         part = _decoded(source.tensor, raw, rows).astype(np.float32, copy=False)
         part = part + np.float32(source.shift) if source.shift else part
         if flat is not None:
             flat[first:first + len(part)] = part
-        elif turned and len(shape) == 2:
+        elif turned and len(shape) == 2 and source.turn is None:
             copy(part, found[:, first:first + len(part)].T)
         else:
             done.append(part)
     if done:
-        whole = np.concatenate(done).reshape(order)
+        joined = np.concatenate(done)
+        whole = (joined if source.turn is None else source.turn(joined)).reshape(order)
         found[...] = np.swapaxes(whole, -1, -2) if turned else whole
     return found
 

@@ -19,11 +19,12 @@ from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
+SYSTEMS = ("eagle", "hass", "eagle-3")
+
 
 @ALGORITHMS.register("adaeagle", "AdaEAGLE: Optimizing Speculative Decoding via Explicit Modeling of Adaptive Draft "
                      "Structures", "Zhang et al. 2024", family="speculative-linear",
-                     needs="a trained drafter and samples", drafter="eagle",
-                     guarantee="seed-exact")
+                     needs="a trained drafter and samples", drafters=SYSTEMS, guarantee="seed-exact")
 def adaeagle(lm: Any, draft: Any = None, length: Count = 8, network: Any = None, samples: Any = None,
              verify: Verifier | None = None) -> Speculative:
     """Drafts as many tokens with EAGLE's head as a small network on the target's hidden state predicts to be accepted.
@@ -37,6 +38,6 @@ def adaeagle(lm: Any, draft: Any = None, length: Count = 8, network: Any = None,
         samples: prompts as token ids, to train a network on.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = trained(lm, draft, "eagle", "hass", "eagle-3")
+    source = trained(lm, draft, *SYSTEMS)
     network = given_or_fitted("adaeagle", "network", fit_draft_length, network, samples, lm, source)
     return Speculative(DraftLength(source, network), verify or SeedExact(), ConfidenceChain(length, 0.5, None))

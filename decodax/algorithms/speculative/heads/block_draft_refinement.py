@@ -241,10 +241,13 @@ def _split(params: Params) -> tuple[Params, Params]:
     return params.replace(draft=one), params.replace(draft=two)
 
 
+SYSTEMS = ("blockwise-parallel", "medusa")
+
+
 @ALGORITHMS.register("block-draft-refinement",
                      "Exploring and Improving Drafts in Blockwise Parallel Decoding",
                      "Kim et al. 2024", family="blockwise-parallel", needs="a trained drafter",
-                     drafter="blockwise-parallel", guarantee="seed-exact")
+                     drafters=SYSTEMS, guarantee="seed-exact")
 def block_draft_refinement(lm: Any, draft: Any = None, rescore: Source | None = None, length: Count | None = None,
                            paths: Count = 4, candidates: Count = 8, weight: Annotated[float, Range(0)] = 0.5,
                            order: Annotated[int, Range(2)] = 3, corpus: Corpus = (),
@@ -267,7 +270,7 @@ def block_draft_refinement(lm: Any, draft: Any = None, rescore: Source | None = 
         corpus: documents of token ids that are counted beside the text.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    heads: TrainedHead = trained(lm, draft, "blockwise-parallel", "medusa")
+    heads: TrainedHead = trained(lm, draft, *SYSTEMS)
     longest = heads.longest or 1
     drafts = min(length or longest, longest)
     rule = verify or SeedExact()

@@ -17,9 +17,12 @@ from decodax.algorithms.speculative.trees.published import EAGLE_25, within
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.registry import ALGORITHMS
 
+SYSTEMS = ("clover", "clover-2")
+
 
 @ALGORITHMS.register("clover", "Clover: Regressive Lightweight Speculative Decoding with Sequential Knowledge",
-                     "Xiao et al. 2024", family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
+                     "Xiao et al. 2024", family="speculative-tree", needs="a trained drafter", drafters=SYSTEMS,
+                     guarantee="seed-exact")
 def clover(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a tree with a recurrent state, which starts as the output of a decoder layer over the target's states.
 
@@ -31,7 +34,7 @@ def clover(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
             drafter of fewer tokens.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = trained(lm, draft, "clover", "clover-2")
+    source = trained(lm, draft, *SYSTEMS)
     return Speculative(source, verify or SeedExact(), shape or within(EAGLE_25, source.longest))
 
 

@@ -108,19 +108,35 @@ class CrossKVDraft(TrainedHead):
         """Runs the head on tokens. `cache` is the head's, and `own` the same or with the buffer of earlier nodes."""
         (known, at), kv = self._known(s, cache), self.head.kv_layers[0]
         embedded = embeddings(self.model, params.target, window.tokens)
-        alone = AttentionView(positions=window.positions, key_positions=window.positions, tokens=window.tokens,
-                              seen=jnp.zeros((*window.tokens.shape, window.width), bool))
 
         def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             if k is not None:
                 return own.attend(layer, q, k, v, window, **options)
-            # No query attends to these keys, which a cache expects; with an empty cache the result is their value, 0.
-            none = jnp.zeros((*window.tokens.shape, kv.heads, kv.width), embedded.dtype)
-            out, _ = known.attend(at, q.astype(embedded.dtype), none, none, alone, **options)
-            return out.astype(q.dtype), ()
+            return attention_to(known, at, q, window, (kv.heads, kv.width), embedded.dtype, **options), ()
 
         return self.head.step(params.draft.head, window.tokens, lambda _: embedded,
                               jnp.zeros((), self._dtype(params)), window.positions, 0, attend)
+
+
+def attention_to(cache: Any, layer: int, q: Array, window: Window, shape: tuple[int, int], dtype: Any,
+                 **options: Any) -> Array:
+    """Returns the attention of the queries `f[B, W, H, d]` of a window's nodes to a layer of a cache, without the nodes
+    themselves.
+
+    Args:
+        cache: the cache.
+        layer: the layer, counted as in the cache.
+        q: the queries.
+        window: the nodes.
+        shape: number of the layer's key/value heads, and their width.
+        dtype: that of the model whose cache it is.
+        options: those of `Cache.attend`.
+    """
+    alone = AttentionView(positions=window.positions, key_positions=window.positions, tokens=window.tokens,
+                          seen=jnp.zeros((*window.tokens.shape, window.width), bool))
+    # No query attends to these keys, which a cache expects; with an empty cache the result is their value, 0.
+    none = jnp.zeros((*window.tokens.shape, *shape), dtype)
+    return cache.attend(layer, q.astype(dtype), none, none, alone, **options)[0].astype(q.dtype)
 
 
 def cross_kv(lm: Any, draft: Any, *systems: str) -> CrossKVDraft:
@@ -137,4 +153,4 @@ def cross_kv(lm: Any, draft: Any, *systems: str) -> CrossKVDraft:
     return CrossKVDraft(made.model, made.head, made.weights)
 
 
-__all__ = ["CrossKVDraft", "cross_kv"]
+__all__ = ["CrossKVDraft", "attention_to", "cross_kv"]

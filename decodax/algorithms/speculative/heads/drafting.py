@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.heads.assistant import next_tokens
 from decodax.algorithms.speculative.heads.block import block_draft
 from decodax.algorithms.speculative.heads.cross_kv import cross_kv
 from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
@@ -14,6 +15,7 @@ from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
 from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter
+from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
@@ -40,6 +42,7 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
     if only is not None:
         raise ValueError(f"draft: got {drafter.name!r}, which {only} takes it")
     special = ((BlockHead, block_draft), (LookAheadHead, look_ahead), (ProbesHead, prompt_tokens),
-               (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv))
+               (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv),
+               (AssistantHead, next_tokens))
     make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
     return make(lm, drafter, drafter.system)

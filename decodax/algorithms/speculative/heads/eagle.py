@@ -23,13 +23,13 @@ SYSTEMS = ("eagle", "hass")
 
 
 @ALGORITHMS.register("eagle", "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", "Li et al. 2024",
-                     family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
+                     family="speculative-tree", needs="a trained drafter", drafters=SYSTEMS, guarantee="seed-exact")
 def eagle(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts a fixed tree with a decoder layer that predicts the target's next hidden states.
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
+        draft: a drafter of "eagle" or "hass" from `decodax.load_drafter`; None: the shipped one.
         shape: shape of the draft tree; None: the authors' 25 nodes in 5 levels.
         verify: the rule that accepts drafts; None: seed-exact.
     """
@@ -37,7 +37,7 @@ def eagle(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
 
 
 @ALGORITHMS.register("eagle-2", "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees",
-                     "Li et al. 2024", family="speculative-tree", needs="a trained drafter", drafter="eagle",
+                     "Li et al. 2024", family="speculative-tree", needs="a trained drafter", drafters=SYSTEMS,
                      guarantee="seed-exact")
 def eagle2(lm: Any, draft: Any = None, nodes: Count = 60, length: Count = 6, width: Count = 10,
            verify: Verifier | None = None) -> Speculative:
@@ -45,7 +45,7 @@ def eagle2(lm: Any, draft: Any = None, nodes: Count = 60, length: Count = 6, wid
 
     Args:
         lm: the target.
-        draft: a drafter of "eagle" from `decodax.load_drafter`; None: the one shipped for the target, if any.
+        draft: a drafter of "eagle" or "hass" from `decodax.load_drafter`; None: the shipped one.
         nodes: number of drafts to verify.
         length: number of levels.
         width: number of nodes expanded in a level, and of children of each.

@@ -16,9 +16,11 @@ from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
+SYSTEMS = ("jetspec", "dflash")
+
 
 @ALGORITHMS.register("jetspec", "JetSpec (arXiv 2606.18394)", "Hu et al. 2026",
-                     family="speculative-tree", needs="a trained drafter", guarantee="seed-exact")
+                     family="speculative-tree", needs="a trained drafter", drafters=SYSTEMS, guarantee="seed-exact")
 def jetspec(lm: Any, draft: Any = None, nodes: Count = 64, length: Count | None = None, width: Count = 7,
             verify: Verifier | None = None) -> Speculative:
     """Drafts a tree of the most likely paths from one pass of a trained block head.
@@ -34,5 +36,5 @@ def jetspec(lm: Any, draft: Any = None, nodes: Count = 64, length: Count | None 
         width: number of nodes expanded in a layer, and of children of each.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft, "jetspec", "dflash")
+    source = block_draft(lm, draft, *SYSTEMS)
     return Speculative(source, verify or SeedExact(), ConfidenceTree(nodes, source.within(length), width))

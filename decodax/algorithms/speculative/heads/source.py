@@ -28,7 +28,7 @@ from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
-from decodax.io.drafters import TrainedDrafter, load_drafter, shipped_drafter
+from decodax.io.drafters import TrainedDrafter, load_drafter, own_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, HeadStep
 from decodax.models.packed import Packed
 
@@ -124,9 +124,7 @@ class TrainedHead(Source):
 
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
         assert state.states is not None
-        if level.chained and level.tokens.shape[1] > 1:
-            raise ValueError(f"draft: {type(self.head).__name__} computes the state of a node from that of its parent, "
-                             "so it does not take a chain of several nodes at once")
+        self._one_by_one(level)
         depth = level.positions - s.length[:, None] + 1
         window = Window(tokens=level.tokens, positions=level.positions - 1, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
@@ -139,6 +137,11 @@ class TrainedHead(Source):
         states = lax.dynamic_update_slice_in_dim(state.states, step.state, level.at + 1, 1)
         return (state.replace(states=states, scratch=scratch),
                 Answer(self._logits(params, step.hidden, depth), step.hidden))
+
+    def _one_by_one(self, level: Level) -> None:
+        if level.chained and level.tokens.shape[1] > 1:
+            raise ValueError(f"draft: {type(self.head).__name__} computes the state of a node from that of its parent, "
+                             "so it does not take a chain of several nodes at once")
 
     def _pairs(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None
                ) -> tuple[Array, Window, Array]:
@@ -221,14 +224,16 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
 
     Args:
         lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target.
+        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target, for "mtp" else the
+            layers in its own files.
         systems: names of the methods, the most likely first.
 
     Raises:
         ValueError: none is given and none is shipped, or it is one of another method or for another target.
     """
     if draft is None:
-        found = next((path for system in systems if (path := shipped_drafter(system, lm.name))), None)
+        found = next((path for system in systems if (path := shipped_drafter(system, lm.name))), None) or (
+            own_drafter(lm) if "mtp" in systems else None)
         if found is None:
             raise ValueError(f"draft: {systems[0]!r} needs a drafter that was trained for {lm.name!r}, and none is "
                              "shipped; takes draft=decodax.load_drafter(DIRECTORY, lm)")
