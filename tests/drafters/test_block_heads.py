@@ -201,3 +201,18 @@ def test_dominos_correction_is_that_of_a_torch_gru():
         inner = torch.nn.functional.silu(torch.cat([torch.tensor(hidden), states], -1) @ own["down"].T)
         wanted = torch.tensor(base) + (inner @ own["up"].T) * (torch.arange(5) > 0)[:, None]
     np.testing.assert_allclose(got, wanted.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["jetspec", "dflash2", "dspark", "xpress"])
+def test_a_shorter_chain_has_a_shorter_block(name, monkeypatch):
+    """As many slots as its drafts need are computed; those of a causal head are what they are in a whole block."""
+    source, weights = drafter(name)
+    _, params, _, s = start(Speculative(source), "llama", prompts(3), {}, draft=weights)
+    widths, step = [], BlockHead.step
+    monkeypatch.setattr(BlockHead, "step", lambda self, weights, tokens, *rest: widths.append(tokens.shape[1]) or step(
+        self, weights, tokens, *rest))
+    long, short = (source.start(params, s, s.algo[0], room)[0].logits for room in (source.head.longest - 1, 1))
+    assert widths == [source.head.block, 2 + source.head.offset] and short.shape[1] == 2
+    if source.head.causal:
+        np.testing.assert_allclose(short, long[:, :2], atol=1e-5)

@@ -57,7 +57,7 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
     tokens[:, :length] = np.random.default_rng(0).integers(0, vocab_size, (batch, 16))[:, np.arange(length) % 16]
     policy = build(batch, vocab_size=vocab_size, **sampling)
     states = []
-    for alg in variants(bare):
+    for alg in variants(bare)[:len(arms)]:
         s = drivers.begin(alg, model, params, policy, jnp.asarray(tokens), np.full(batch, length, np.int32), size=size,
                           max_new=np.full(batch, room, np.int32))
         states.append((alg, drivers.prefill(alg, model, params, s, width=min(128, size))))

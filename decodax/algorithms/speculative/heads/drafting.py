@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.model.pard import MaskedDrafts, config_of
 from decodax.algorithms.speculative.heads.block import block_draft
 from decodax.algorithms.speculative.heads.cross_kv import cross_kv
 from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
 from decodax.algorithms.speculative.heads.mixture_of_attentions import mixture
+from decodax.algorithms.speculative.heads.p_eagle import parallel
 from decodax.algorithms.speculative.heads.prompted.pass_ import look_ahead
 from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
 from decodax.algorithms.speculative.heads.source import trained
@@ -18,6 +20,7 @@ from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.mixture import MixtureHead
+from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
 from decodax.models.drafters.units import UnitHead
 
@@ -27,16 +30,19 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
 
     Args:
         lm: the target, a result of `decodax.load`.
-        drafter: a `TrainedDrafter`, or a draft model, another result of `decodax.load`.
+        drafter: a `TrainedDrafter`, or a draft model, another result of `decodax.load`. One that was tuned for PARD
+            drafts at masks.
 
     Raises:
         ValueError: the drafter does not fit the target, or predicts units of several tokens.
     """
     if not isinstance(drafter, TrainedDrafter):
-        return DraftModel(drafter)
+        config = config_of(drafter)
+        return MaskedDrafts(drafter, mask=config["pard_token"]) if "pard_token" in config else DraftModel(drafter)
     if isinstance(drafter.head, UnitHead):
         raise ValueError(f"draft: got {drafter.name!r}, which predicts units of several tokens; only 'mumo' takes it")
     special = ((BlockHead, block_draft), (LookAheadHead, look_ahead), (ProbesHead, prompt_tokens),
-               (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv))
+               (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv),
+               (ParallelHead, parallel))
     make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
     return make(lm, drafter, drafter.system)

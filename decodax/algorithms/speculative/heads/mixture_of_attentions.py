@@ -7,7 +7,7 @@ no layers of the target run while drafting, as with the paper's N = 0; its clien
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import Array
@@ -36,6 +36,7 @@ class MixtureDraft(CrossKVDraft):
     __repr__ = short
 
     head: MixtureHead
+    defers: ClassVar[bool] = False      # it reads the entries of the target's cache
 
     def _known(self, s: State, cache: Cache) -> tuple[Cache, int]:
         return cache, 1
