@@ -6,6 +6,7 @@ from typing import Any
 
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.pard import MaskedDrafts, config_of
+from decodax.algorithms.speculative.drafts.model.pard2 import aligned
 from decodax.algorithms.speculative.heads.block import block_draft
 from decodax.algorithms.speculative.heads.cross_kv import cross_kv
 from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
@@ -31,13 +32,15 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
     Args:
         lm: the target, a result of `decodax.load`.
         drafter: a `TrainedDrafter`, or a draft model, another result of `decodax.load`. One that was tuned for PARD
-            drafts at masks.
+            or PARD-2 drafts at masks.
 
     Raises:
         ValueError: the drafter does not fit the target, or predicts units of several tokens.
     """
     if not isinstance(drafter, TrainedDrafter):
         config = config_of(drafter)
+        if "pard2_target_layers" in config:
+            return aligned(drafter)
         return MaskedDrafts(drafter, mask=config["pard_token"]) if "pard_token" in config else DraftModel(drafter)
     if isinstance(drafter.head, UnitHead):
         raise ValueError(f"draft: got {drafter.name!r}, which predicts units of several tokens; only 'mumo' takes it")
