@@ -28,6 +28,7 @@ examples:
   decodax compare prompt-lookup token-recycling
   decodax compare prompt-lookup:length=3 prompt-lookup:length=10 --task copy-edit --batch 1 8 32
   decodax compare prompt-lookup --on v5e:2x4 --as llama-3-8b
+  decodax compare prompt-lookup eagle-3 --batch 1 --on v5e:2x4 --as llama-3-8b --at 1 64 256
   decodax compare all --model DIR --questions question.jsonl --batch 1 --prompts 80 --new-tokens 1024
   decodax compare all --model path/to/model --draft path/to/small-model --plot out.png --json out.json
 
@@ -105,6 +106,10 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.add_argument("--as", dest="as_model", metavar="PRESET_OR_PATH", default="llama-3-8b",
                    help="the model that --on predicts for (default: llama-3-8b)")
     p.add_argument("--capacity", type=int, default=4096, metavar="N", help="tokens of a row there (default: 4096)")
+    p.add_argument("--at", nargs="+", type=int, metavar="N",
+                   help="instead: predict on SLICE which draft length pays at these batch sizes, if any, by the costs "
+                        "that XLA's compiler for TPUs reports; --plot draws that")
+    p.add_argument("--no-compile", action="store_true", help="with --at: count the costs from shapes, in seconds")
     p.add_argument("--plot", metavar="FILE", help="draw speedup and mean accepted length, as PNG, SVG or PDF")
     p.add_argument("--json", metavar="FILE", help="write every figure and time")
     p.add_argument("--markdown", action="store_true", help="print tables in Markdown, with the command")

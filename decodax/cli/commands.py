@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decodax import __version__
-from decodax.cli import generation
+from decodax.cli import generation, planning
 from decodax.cli.arguments import TASKS, parser
 from decodax.cli.common import DRAFT, UsageError, keep_programs, naming_the_argument, table
 
@@ -102,6 +102,8 @@ def compare(args: argparse.Namespace) -> None:
 
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--plot takes matplotlib; install decodax[train]")
+    if args.at and not args.on:
+        raise UsageError("--at takes --on, the slice to predict for")
     for path in (args.plot, args.json):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{path}: there is no such directory")
@@ -142,18 +144,27 @@ def compare(args: argparse.Namespace) -> None:
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
                         draft=drafts_named(chosen, draft, drafters),
                         report=report)
-    predicted = None
+    predicted = lengths = None
     if args.on:
         from decodax.bench.plan.predict import Trained, predict, share
         made = {given: one(args.batch[0]) if callable(one) else one for given, one in contenders.items()}
+    if args.at:
+        from decodax.bench.figures import reporting
+        from decodax.bench.plan.windows import windows
+        with naming_the_argument(), reporting() as report:
+            lengths = windows(found, {given: (chosen[given][0], one) for given, one in made.items()}, args.on,
+                              args.as_model, batch=args.at, capacity=args.capacity, draft_share=share(lm, draft),
+                              compile=False if args.no_compile else None, report=report)
+    elif args.on:
         with naming_the_argument():
             beside = {given: cost for given, one in made.items() if (cost := Trained.of(lm, one))}
             predicted = predict(found, chosen, args.on, args.as_model, capacity=args.capacity,
                                 draft_share=share(lm, draft), trained=beside)
-    _show(found, args, predicted)
+    _show(found, args, predicted, lengths)
 
 
-def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any], list[str]] | None) -> None:
+def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any], list[str]] | None,
+          lengths: tuple[list[Any], list[str]] | None) -> None:
     """Prints a comparison and writes it to files; also one that was interrupted."""
     from decodax.bench.compare import COLUMNS
 
@@ -167,12 +178,18 @@ def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any
         print(found.setting())
     if predicted is not None:
         _show_predicted(*predicted, args)
+    if lengths is not None:
+        planning.show_lengths(*lengths, args)
     if args.json:
         more = {} if predicted is None else {"predicted": [
             {**dataclasses.asdict(one), "speedup": one.speedup} for one in predicted[0]], "assumed": predicted[1]}
+        if lengths is not None:
+            more = {"lengths": [one.json() for one in lengths[0]], "assumed": lengths[1]}
         Path(args.json).write_text(json.dumps({"command": ["decodax", *args.line], **found.json(), **more}, indent=1)
                                    + "\n")
-    if args.plot:
+    if args.plot and lengths is not None:
+        planning.draw_lengths(args.plot, lengths[0], f"{args.as_model} on {args.on}")
+    elif args.plot:
         found.plot(args.plot)
     for row in found.unequal:
         print(f"decodax: {row.system} is seed-exact but differs from plain decoding on {row.task}, batch {row.batch}; "

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from decodax.cli.common import UsageError, mesh_shape, naming_the_argument, table
@@ -101,3 +102,30 @@ def run(args: argparse.Namespace) -> None:
                       f"{p.slice.device.link / 1e9:,.0f} GB/s to a neighbour ({p.slice.device.source})" for p in found})
     notes = {"host": hosted, "prompts": prompts, "compiled": said, "assumed": assumed}
     print("\n".join(["", *(f"{name}: {line}" for name, lines in notes.items() for line in lines)]), file=sys.stderr)
+
+
+def show_lengths(predicted: list[Any], assumed: list[str], args: argparse.Namespace) -> None:
+    """Prints what `decodax.bench.plan.windows.windows` predicts, for `decodax compare --at`."""
+    from decodax.bench.figures import markdown_table
+    from decodax.bench.plan.windows import columns
+
+    lengths = sorted({k for one in predicted for k in one.lengths})
+    for task in dict.fromkeys(one.task for one in predicted):
+        print(f"\n{task}: predicted for {args.as_model} on {args.on}, a round and its speedup\n")
+        rows = [one.cells(lengths) for one in predicted if one.task == task]
+        if args.markdown:
+            print(markdown_table(columns(lengths), rows))
+        else:
+            table(columns(lengths), rows, right=range(2, 3 + len(lengths)))
+    print("\n".join(["", *(f"assumed: {line}" for line in assumed)]))
+
+
+def draw_lengths(path: str, predicted: list[Any], setting: str) -> None:
+    """Draws the predicted speedup over the draft length, in a panel for each task and batch size."""
+    from decodax.bench.figures import plot_lines
+
+    panels: dict[str, dict[str, Any]] = {}
+    for one in predicted:
+        panels.setdefault(f"{one.task}, batch {one.batch}", {})[one.system] = [
+            (0, 1.0), *zip(one.lengths, one.speedups, strict=True)]
+    plot_lines(Path(path), panels, "drafts in a round", "predicted speedup", setting)

@@ -26,8 +26,8 @@ class LocalConvolution:
 
 
 class Convolutions(nnx.Module):
-    """The two convolutions around one half of a layer, within each block of `block` slots. A fresh one changes
-    nothing."""
+    """The two convolutions around one half of a layer, within each block of `block` slots, or within the slots of one
+    shorter block. A fresh one changes nothing."""
 
     def __init__(self, c: LocalConvolution, width: int, block: int, rngs: nnx.Rngs):
         if width % c.group:
@@ -47,10 +47,11 @@ class Convolutions(nnx.Module):
         return self._convolved(x, kernels, 1)
 
     def _convolved(self, x: Array, kernels: Array, side: int) -> Array:
-        base, blocks = self.base[...][side].astype(x.dtype), x.reshape(-1, self.block, x.shape[-1])
+        block = min(self.block, x.shape[1])
+        base, blocks = self.base[...][side].astype(x.dtype), x.reshape(-1, block, x.shape[-1])
         out = jnp.zeros_like(x)
-        for tap in range(min(self.c.taps, self.block)):
-            before = jnp.pad(blocks, ((0, 0), (tap, 0), (0, 0)))[:, :self.block].reshape(x.shape)
+        for tap in range(min(self.c.taps, block)):
+            before = jnp.pad(blocks, ((0, 0), (tap, 0), (0, 0)))[:, :block].reshape(x.shape)
             out = out + before * (base[tap] + jnp.repeat(kernels[:, :, tap], self.c.group, -1))
         return out
 

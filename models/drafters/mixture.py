@@ -2,8 +2,8 @@
 
 The keys and values of a verified token are one vector for each of the target's layers. A decoder layer lets these
 attend to each other (layer self-attention); their mean, projected to the head's width, stands for the token. Drafts run
-through a decoder layer over the tokens and one whose queries read those vectors (cross-attention). The authors can also
-run some of the target's last layers after it (target layer inference); here the target's vocabulary matrix follows.
+through a decoder layer over the tokens and one whose queries read those vectors (cross-attention). Some of the target's
+last layers may run after it (target layer inference); then its final norm and vocabulary matrix follow.
 """
 
 from __future__ import annotations
@@ -35,13 +35,21 @@ class MixtureHead(CrossKVHead):
         layer: index of the target's last layer.
         config: shape and options of its two layers; that of keys and values is the target's.
         summary: shape and options of the layer self-attention; `width` is that of a token's keys and values in a layer.
+        above: number of the target's last layers `N` that run on the head's output, which stands for the target's
+            hidden state before them (target layer inference).
     """
 
     summary: DecoderConfig = dataclasses.field(kw_only=True)
+    above: int = 0
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(kv_layers(self.config, None)) * 2
+
+    @property
+    def keep(self) -> tuple[tuple[bool, bool], ...]:
+        """The parts of the target that run after the head, see `LayeredModel.apply`."""
+        return tuple((i > self.layer - self.above,) * 2 for i in range(self.layer + 1))
 
     def check_target(self, config: DecoderConfig) -> None:
         if config.attending != tuple(range(self.layer + 1)) or len(config.entries) != self.layer + 1:
@@ -49,6 +57,9 @@ class MixtureHead(CrossKVHead):
                              f"target, which has keys and values of its own in the layers {config.attending}")
         for i in config.attending:
             self._check_shape(config, i)
+        if not 0 <= self.above <= self.layer or (self.above and (config.embed_scale != 1 or config.shared)):
+            raise ValueError(f"draft: the head runs the last {self.above} layers of its target, which takes at most "
+                             f"{self.layer}, no factor of embeddings, and layers with keys and values of their own")
 
     def module(self, rngs: nnx.Rngs) -> MixtureNetwork:     # type: ignore[override]
         return MixtureNetwork(self, rngs)

@@ -20,7 +20,6 @@ from rich.progress import track
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import MaskedDrafts
 from decodax.algorithms.speculative.heads import drafting_source
 from decodax.algorithms.speculative.source import Shape, Source
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
@@ -32,14 +31,14 @@ from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import AnchoredBlocks, block_acceptances
 from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.features import KeptFeatures
-from decodax.train.drafting.masked import TunedDraftModel
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.texts import UNITS, Text, examples, source_code, units_of
 from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
-from decodax.train.tuning.tuned import checked
 from recipes import next_block
+from recipes.masked_draft import SYSTEMS as MASKED
+from recipes.masked_draft import masked_draft
 from recipes.options import Options
 from recipes.run import Recipe, target_of
 
@@ -88,29 +87,15 @@ Tokens a forward are means over {prompts}, with {new} new tokens each at most, t
 """
 
 
-def draft_model(options: Options, lm: Any) -> Any:
-    """Returns the draft model that PARD tunes.
-
-    Raises:
-        ValueError: it cannot be trained, or has another vocabulary than the target.
-    """
-    draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if options.draft is None else
-                    dx.load(options.draft, dtype="float32"))
-    if draft.vocab_size != lm.vocab_size:
-        raise ValueError(f"draft: got {options.draft!r} with {draft.vocab_size} logits; takes a model with the "
-                         f"{lm.vocab_size} of {lm.name!r}")
-    return draft
-
-
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
     if options.system == "specdec":
         return next_block.recipe(options, mesh, console)
     lm = target_of(options)
-    if options.system != "pard" and (options.draft, options.mask) != (None, None):
+    if options.system not in MASKED and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
                          "no draft model; takes None")
-    draft = draft_model(options, lm) if options.system == "pard" else None
+    draft = masked_draft(options, lm) if options.system in MASKED else None
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     files = list(options.data)
     if options.own_chats:
@@ -124,10 +109,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)
     if options.system == "mumo":
         ids = units_of(lm, text.train, options.draft_vocab or UNITS)
-    mask = lm.pad if options.mask is None else options.mask
     objective: Any = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype
-                                  ) if draft is None else TunedDraftModel(
-        lm.model, options.drafts or 8, options.loss or "hard", dtype=options.dtype, draft=draft.model, mask=mask)
+                                  ) if draft is None else draft.objective
     rows, length = options.batch or 8, options.length or 256
     batches: Any = corpus.Batches(text.train, rows, length, options.seed, options.keep_features)
     if options.keep_features:
@@ -153,7 +136,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             made = TrainedDrafter(options.system, objective.head, one, table, target.name)
             source, longest = made, objective.head.longest
         else:
-            source, longest = MaskedDrafts(draft.with_params(one), drafts=objective.steps, mask=mask), objective.steps
+            source, longest = draft.source(one), objective.steps
         drafts = min(4, longest or 4)
         measured = {"greedy": (Chain(drafts), 0.0), "sampled": (Chain(drafts), 1.0),
                     "tree": (ConfidenceTree(NODES, longest or 6, 6), 0.0)}
@@ -163,10 +146,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         if draft is None:
             save_drafter(target, made, facts={"training": facts})
         else:
-            dx.save(draft.with_params(jax.tree.map(np.asarray, shipped)), target)
-            config = target / "config.json"
-            entries = {"pard_token": mask, "spd_type": "pard", "training": facts}     # the authors' names
-            config.write_text(json.dumps(json.loads(config.read_text()) | entries, indent=2) + "\n")
+            draft.save(target, shipped, facts)
         told = {**facts, "accepted": ", ".join(map(str, by_depth)),
                 "entry": ENTRIES.get(options.system, options.system)}
         (target / "README.md").write_text(CARD.format(
@@ -174,7 +154,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             prompts=text.where, new=NEW, nodes=NODES))
         return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
-    first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.params
+    first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.first
     return Recipe(first, objective, lambda run: batches[run.step],
                   lambda batch: rows * length, evaluate, finish, extra=lambda step: weights)
 

@@ -85,7 +85,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
                                     peak=PEAKS.get(system, 1e-3)))
                 for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "pass", "s3d",
                                "hidden-transfer", "falcon", "dflash", "dspark", "domino", "dflash2", "xpress",
-                               "jetspec", "glide", "longspec", "mixture-of-attentions", "p-eagle", "pard",
+                               "jetspec", "glide", "longspec", "mixture-of-attentions", "p-eagle", "pard", "pard-2",
                                "mumo", "specdec")},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0) | more)
              for objective, more in TUNED.items()},
@@ -156,8 +156,8 @@ class Options:
                                "group of hamburger (default: 4), or tokens of a block of dparallel and "
                                "learn2pd (default: the block of the model, or 32)",
                                only="diffusion tune")
-    mask: int | None = _option("space, lud, s3d, any-subset, pard, specdec: id of the mask token (default: the "
-                               "padding token)", None, "drafter tune")
+    mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: "
+                               "the padding token)", None, "drafter tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
@@ -178,8 +178,8 @@ class Options:
     drafts: int | None = _option("tokens that it is unrolled for (default: that of the method)", only="drafter")
     loss: str | None = _option("loss of a token, such as kl, hard, tv or 0.9*tv+0.1*hard (default: that of the method)",
                                only="drafter")
-    draft: str | None = _option("pard: name or directory of the draft model that is tuned (default: the first quarter "
-                                "of the target's layers)", only="drafter")
+    draft: str | None = _option("pard, pard-2: name or directory of the draft model that is tuned (default: the first "
+                                "quarter of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "

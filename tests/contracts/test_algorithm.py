@@ -24,7 +24,7 @@ from tests.matrix import often
 from tests.small_models import net
 
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache",
-           "pard", "specdec", "specdec++", "space", "s3d")
+           "pard", "pard-2", "specdec", "specdec++", "space", "s3d")
 """Entries that run some of the target's layers, use another cache of it, or read a model's hidden states."""
 # aliases are other names for these; those that search write by rules of their own, and are below; lud draws as on a
 # canvas, without verification
@@ -46,6 +46,7 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
            "pard": dict(mask=5, length=3), "specdec": dict(mask=5, length=3),
+           "pard-2": dict(mask=5, length=3, states=(-1, 1), projection={"weight": np.eye(16, 32, dtype=np.float32)}),
            "knn-ssd": dict(domains=SAMPLES), "reflective-verification": dict(probe=(5, 6)),
            "self-speculative": dict(skip_mlp=(1,), gamma=0.3),
            "disco": dict(predictor=draft_classifier()),

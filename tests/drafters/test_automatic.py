@@ -1,15 +1,27 @@
 """Draft lengths by measured cost, with a trained drafter."""
 
+import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.speculative import NOTHING, Adaptive, Speculative
+from decodax.algorithms.speculative.adaptive import later, measure
+from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
 from decodax.algorithms.speculative.adaptive.measure import automatic_entry
+from decodax.algorithms.speculative.heads import drafting_source
+from decodax.algorithms.speculative.trees import Chain
+from decodax.core.state import State
 from decodax.io.drafters import save_drafter
 from decodax.io.load import LM
 from tests.drafters.fresh import fresh
+from tests.laws import cases
 
 
 @pytest.mark.wide
@@ -22,3 +34,77 @@ def test_automatic_takes_a_trained_drafter_and_no_longer_chains_than_it_drafts(l
     plain, out = (dx.generate(lm, ["def f(self):", "a"], **options, **more) for more in (
         {}, dict(algorithm=dx.algorithms.automatic(lengths=(2,)), draft=str(tmp_path))))
     assert np.array_equal(out.tokens, plain.tokens)
+
+
+COSTS = {1: (1.0, 1.1, 1.2, 1.4), 8: (1.0, 1.4, 2.2, 3.6), 32: (1.0, 2.6, 4.4, 7.6)}
+"""Made-up durations of rounds with 0, 2, 4 and 7 drafts, by batch size."""
+
+
+@pytest.mark.wide(but=("dflash", "pard", "prompt-lookup"))
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle-3", "mtp", "p-eagle", "dflash", "dspark", "dflash2",
+                                  "xpress", "jetspec", "glide", "pard", "prompt-lookup"])
+def test_the_length_that_pays_is_chosen_for_each_batch_size_and_none_where_none_pays(
+        name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a row that accepts 80% of the drafts at each depth: 1 + .8 + .64 + .51 + .41 + ... tokens a round."""
+    lm, drafter = cases.lm("llama"), None
+    if name == "pard":
+        (tmp_path / "config.json").write_text(json.dumps({"pard_token": 5}))
+        drafter = dataclasses.replace(cases.lm("sliding"), directory=tmp_path)
+    elif name != "prompt-lookup":
+        drafter = fresh(name, lm)
+    monkeypatch.setattr(measure, "measure", lambda model, weights, arms, *, batch, **more: COSTS[batch][:len(arms)])
+    chosen = {}
+    for batch in COSTS:
+        made = automatic_entry(lm, drafter, batch=batch)
+        lengths, rule = made.known.lengths, made.controller
+        assert made.arms[0] == NOTHING and lengths[:2] == (0, 2) and len({arm.draft for arm in made.arms[1:]}) == 1
+        state = rule.init(made.known, batch)
+        state = state.replace(tried=jnp.full_like(state.tried, 100.0), held=jnp.full_like(state.held, 80.0))
+        s: Any = SimpleNamespace(running=np.ones(batch, bool), max_length=np.full(batch, 99), length=np.full(batch, 9))
+        chosen[batch] = lengths[int(rule.choose(made.known, state, s))]
+    assert chosen == {1: lengths[-1], 8: 2, 32: 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(Controller):
+    """Takes the arms of a list in turn."""
+
+    script: tuple[int, ...]
+
+    def init(self, of: Arms, batch: int) -> Any:
+        return jnp.zeros(batch, jnp.int32)
+
+    def choose(self, of: Arms, state: Any, s: State) -> Any:
+        return jnp.array(self.script)[jnp.minimum(s.stats.rounds.max(), len(self.script) - 1)]
+
+    def update(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
+        return state
+
+
+@pytest.mark.wide(but=("eagle-3",))
+@pytest.mark.parametrize("name", ["eagle-3", "dspark", "chimera", "medusa", "longspec", "falcon"])
+def test_a_head_that_is_told_later_of_rounds_without_drafts_knows_as_much(name: str,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is told of each round, whether the buffer is full before the drafts or not."""
+    monkeypatch.setattr(later, "MOST", 4)
+    monkeypatch.setattr("decodax.algorithms.speculative.adaptive.arms.MOST", 4)
+    lm = cases.lm("llama")
+    source: Any = drafting_source(lm, fresh(name, lm))
+    Eager: Any = dataclasses.dataclass(frozen=True)(type("Eager", (type(source),), {"defers": False}))
+    eager = Eager(source.model, source.head, source.weights)
+    options: Any = dict(new=30, size=64)
+
+    def run(source: Any) -> State:
+        method = Adaptive((NOTHING, Speculative(source, shape=Chain(2))), Scripted((1, 1, *[0] * 7, 1, 0, 0, 1, 1)))
+        return cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, **options)
+
+    told, waited = run(eager), run(source)
+    assert len(waited.algo[3].read) == 1 and not told.algo[3].read
+    assert cases.texts(told) == cases.texts(waited) == cases.texts(
+        cases.decode(dx.Autoregressive(), "llama", cases.prompts(3), {}, **options))
+    assert np.asarray(waited.stats.drafted).sum() > 0
+    one, other = told.algo[1][1], waited.algo[1][1]
+    if one.cache is not None:
+        for row, n in enumerate(np.asarray(told.length)):
+            for new, held in zip(one.cache.kv, other.cache.kv, strict=True):
+                np.testing.assert_allclose(held[row, :, :n - 4], new[row, :, :n - 4], atol=2e-5, rtol=1e-5)

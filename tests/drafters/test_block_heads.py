@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from decodax import algorithms
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
 from decodax.algorithms.speculative.heads.block import BlockDraft
-from decodax.algorithms.speculative.heads.dspark import SurvivalChain
+from decodax.algorithms.speculative.heads.dspark import LoadAwareChains, SurvivalChain
 from decodax.algorithms.speculative.heads.source import HeadWeights
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree, Fixed, OptTree
 from decodax.core import drivers
@@ -129,7 +130,8 @@ TREES = 25_000
 
 LAWS = [("dflash", Chain(3), Rejection(), None), ("dspark", SurvivalChain(3, 0.25), Rejection(), None),
         ("domino", Fixed.balanced(2, 2), MultiRound(), None), ("dflash2", Chain(3), Rejection(), None),
-        ("dflash", Chain(3), Rejection(), tuple(range(5, 12))), ("dspark", ConfidenceTree(5, 3, 2), MultiRound(), None)]
+        ("dflash", Chain(3), Rejection(), tuple(range(5, 12))), ("dspark", ConfidenceTree(5, 3, 2), MultiRound(), None),
+        ("dspark", LoadAwareChains(((25_000, 1.0), (100_000, 2.5)), 3), Rejection(), None)]
 
 
 @pytest.mark.wide
@@ -147,7 +149,7 @@ def test_drafts_of_a_head_keep_the_targets_distribution(name, shape, verify, ids
         counts = np.bincount(made[:, :n] @ VOCABULARY ** np.arange(n)[::-1], minlength=VOCABULARY**n)
         assert chi_square(counts, wanted.reshape(VOCABULARY**n, -1).sum(1) * TREES) > ALARM
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
-    if isinstance(shape, SurvivalChain):        # some chains are cut
+    if isinstance(shape, (SurvivalChain, LoadAwareChains)):        # some chains are cut
         assert np.asarray(s.stats.drafted).sum() < 3 * np.asarray(s.stats.rounds).sum()
 
 
@@ -201,3 +203,43 @@ def test_dominos_correction_is_that_of_a_torch_gru():
         inner = torch.nn.functional.silu(torch.cat([torch.tensor(hidden), states], -1) @ own["down"].T)
         wanted = torch.tensor(base) + (inner @ own["up"].T) * (torch.arange(5) > 0)[:, None]
     np.testing.assert_allclose(got, wanted.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["jetspec", "dflash2", "dspark", "xpress"])
+def test_a_shorter_chain_has_a_shorter_block(name, monkeypatch):
+    """As many slots as its drafts need are computed; those of a causal head are what they are in a whole block."""
+    source, weights = drafter(name)
+    _, params, _, s = start(Speculative(source), "llama", prompts(3), {}, draft=weights)
+    widths, step = [], BlockHead.step
+    monkeypatch.setattr(BlockHead, "step", lambda self, weights, tokens, *rest: widths.append(tokens.shape[1]) or step(
+        self, weights, tokens, *rest))
+    long, short = (source.start(params, s, s.algo[0], room)[0].logits for room in (source.head.longest - 1, 1))
+    assert widths == [source.head.block, 2 + source.head.offset] and short.shape[1] == 2
+    if source.head.causal:
+        np.testing.assert_allclose(short, long[:, :2], atol=1e-5)
+
+
+def test_the_scheduler_adds_drafts_while_they_raise_the_speed():
+    """DSpark's rule, over all drafts of a batch in the order of their survival."""
+    times = ((4, 1.0), (8, 1.2), (16, 2.6), (28, 5.0))
+    survival = np.sort(np.random.default_rng(0).uniform(0, 1, 24).astype(np.float32))[::-1]
+    shape, rows = LoadAwareChains(times, 6), 3
+    count = int(shape.count(jnp.log(jnp.asarray(survival)), jnp.int32(rows)))
+    speed = [(rows + survival[:n].sum()) / np.interp(rows + n, *zip(*times, strict=True)) for n in range(25)]
+    assert 0 < count < 24
+    assert all(after >= before for before, after in itertools.pairwise(speed[:count + 1]))
+    assert speed[count + 1] < speed[count]
+    with pytest.raises(ValueError, match=r"times: got .*takes ascending numbers"):
+        LoadAwareChains(((8, 1.0), (4, 1.0)))
+
+
+@pytest.mark.wide
+def test_lengths_by_the_load_of_the_batch_change_no_output():
+    source, weights = drafter("dspark")
+    alg = Speculative(source, shape=LoadAwareChains(((5, 1.0), (25, 6.0)), 4), packed=True)
+    s = decode(alg, "llama", prompts(5), MIXED, eos=[1], draft=weights)
+    assert texts(s) == plain()
+    assert 0 < np.asarray(s.stats.drafted).sum() < 4 * np.asarray(s.stats.rounds).sum()
+    with pytest.raises(ValueError, match="threshold: got None, takes a number for a head without a confidence head"):
+        algorithms.make("dspark", lm("llama"), TrainedDrafter("dspark", HEADS["domino"], weights.head), threshold=None)

@@ -18,11 +18,12 @@ from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
 from decodax.algorithms.speculative.heads.mixture_of_attentions import MixtureDraft
 from decodax.algorithms.speculative.trees import CaPE, Chain, Fixed
 from decodax.core import drivers
+from decodax.core.types import logits_of
 from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.names import flatten
 from decodax.models.transformer import Transformer
-from decodax.train.drafting.cross_kv import DelayedKeys, delayed, target_keys
+from decodax.train.drafting.cross_kv import DelayedKeys, above, delayed, target_keys
 from decodax.train.drafting.systems import first_weights, objective_of
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.drafters.drafting import drafted_logits
@@ -36,6 +37,7 @@ SLIDING = dataclasses.replace(ONE, layers=(dataclasses.replace(ONE.layers[0], sl
 HEADS = {"glide": CrossKVHead((), VOCABULARY, config=ONE, layer=1),
          "longspec": CrossKVHead((), VOCABULARY, config=SLIDING, layer=1, cross_norm=True, final_norm=False),
          "mixture": objective_of("mixture-of-attentions", lm("llama")).head}
+HEADS["mixture-above"] = dataclasses.replace(HEADS["mixture"], above=1)
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0])
 SHAPES = {"chain": Chain(4), "tree": Fixed.of(UNEVEN), "cape": CaPE(3)}
 
@@ -46,7 +48,7 @@ def drafter(name):
     head = HEADS[name]
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
-    return (MixtureDraft if name == "mixture" else CrossKVDraft)(model("llama")[0], head), HeadWeights(weights)
+    return (MixtureDraft if name.startswith("mixture") else CrossKVDraft)(model("llama")[0], head), HeadWeights(weights)
 
 
 @pytest.mark.wide
@@ -102,15 +104,16 @@ def by_hand(name, tokens, known):
     h, d, at = HEADS[name], CONFIG.head_dim, np.arange(len(tokens))
     own, target = ({k: np.asarray(x, np.float64) for k, x in flatten(w).items()}
                    for w in (drafter(name)[1].head, model("llama")[1]))
-    before, theirs = at[:, None] - at, []
+    before, theirs, first = at[:, None] - at, [], None
     x = embedded = target["embed"][list(tokens)]
     for layer in ("layers.0", "layers.1"):
         theirs.append(keys(x, target, layer, d, at))
         x = mlp_half(attention_half(x, target, layer, d, at, theirs[-1], before >= 0), target, layer)
+        first = x if layer == "layers.0" else first
     window = (before >= 0) & (before < (h.config.layers[0].sliding or len(tokens)))
     x = attention_half(embedded, own, "layers.0", d, at, keys(embedded, own, "layers.0", d, at), window)
     seen = np.broadcast_to(at < known, window.shape)
-    if name == "mixture":
+    if name.startswith("mixture"):
         x, vectors, wide, all_layers = mlp_half(x, own, "layers.0"), [], h.summary.head_dim, np.arange(2)
         for t in at:
             y = np.stack([np.concatenate([k[t], v[t]], -1).reshape(-1) for k, v in theirs])
@@ -118,8 +121,12 @@ def by_hand(name, tokens, known):
                                np.ones((2, 2), bool))
             vectors.append(mlp_half(y, own, "summary").mean(0))
         read = keys(np.stack(vectors) @ own["project.kernel"] + own["project.bias"], own, "layers.1", d, at)
-        return mlp_half(attention_half(x, own, "layers.1", d, at, read, seen), own, "layers.1")[-1] @ target[
-            "lm_head.kernel"]
+        x = mlp_half(attention_half(x, own, "layers.1", d, at, read, seen), own, "layers.1")
+        if h.above:         # the target's last layer on its own states of the text, and on the head's of the drafts
+            x = np.where(at[:, None] < known, first, x)
+            x = attention_half(x, target, "layers.1", d, at, keys(x, target, "layers.1", d, at), before >= 0)
+            x = norm(mlp_half(x, target, "layers.1"), target["norm.scale"])
+        return x[-1] @ target["lm_head.kernel"]
     y = norm(x, own["cross_norm.scale"]) if h.cross_norm else x
     x = x + attention(heads_of(y, own, "cross.q", d, at), *theirs[1], seen) @ own["cross.o.kernel"]
     x = mlp_half(x, own, "layers.0")[-1]
@@ -135,10 +142,14 @@ def test_drafting_training_and_the_formulas_agree(name):
     network, target = model("llama")
     whole = jnp.asarray(np.random.default_rng(3).integers(0, VOCABULARY, (3, 20)), jnp.int32)
     at = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), whole.shape)
-    read = target_keys(network, target, whole, at, "float32")[2]
+    _, _, read, layers = target_keys(network, target, whole, at, "float32")
     trained = [delayed(network, source.head, weights.head, target, whole, at, read, jnp.full_like(at, 1 + j))[0]
                for j in range(4)]
     given = [1, 11, 16]
+    if name == "mixture-above":         # what a draft sees of those before it depends on their own depth
+        delays = jnp.maximum(at - jnp.asarray(given)[:, None] + 2, 1)
+        own = delayed(network, source.head, weights.head, target, whole, at, read, delays)[1]
+        trained = [logits_of(network, target, above(network, source.head, target, layers[0], own, at, delays))] * 4
     _, params, _, s = start(Speculative(source, shape=Chain(4)), "llama",
                             [row[:n].tolist() for row, n in zip(np.asarray(whole), given, strict=True)], {},
                             draft=weights, width=4)
@@ -217,7 +228,7 @@ def test_the_mixture_also_learns_the_targets_hidden_states():
     batch = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (4, 25)), jnp.int32)
     losses = [jax.jit(dataclasses.replace(objective, features=x))(weights, batch, target.params)[0] for x in (0.0, 1.0)]
     at = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (4, 24))
-    _, hidden, read = target_keys(target.model, target.params, batch[:, :-1], at, "float32")
+    _, hidden, read, _ = target_keys(target.model, target.params, batch[:, :-1], at, "float32")
     own = delayed(target.model, objective.head, weights, target.params, batch[:, :-1], at, read, at % 5 + 1)[1]
     far = np.abs(np.asarray(own - hidden))
     assert float(losses[1] - losses[0]) == pytest.approx(np.where(far < 1, far ** 2 / 2, far - 0.5).mean(), rel=1e-4)

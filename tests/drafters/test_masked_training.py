@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from decodax.core.window import causal
-from decodax.train.drafting.masked import MaskedPairs, TunedDraftModel, kept_masks, masked_nodes
+from decodax.train.drafting.masked import (
+    AlignedDraftModel,
+    MaskedPairs,
+    TunedDraftModel,
+    kept_masks,
+    masked_nodes,
+)
 from tests.drafters.test_block_heads import weighted
 from tests.drafters.test_p_eagle import HEAD, in_one_pass
 from tests.laws.cases import VOCABULARY, model
@@ -66,3 +72,32 @@ def test_masks_at_all_places_give_the_logits_of_drafting_and_the_loss_is_their_m
     p, q = np.exp(truth - np.logaddexp.reduce(truth, -1, keepdims=True)), np.exp(log_q[:, :T])
     overlap = np.minimum(p[:, parallel:], q[:, :A]).sum(-1).mean()
     assert scalars["accepted_1"] == pytest.approx(overlap, rel=1e-5) and len(scalars) == 1 + K
+
+
+@pytest.mark.wide
+def test_masks_that_read_the_target_have_its_states_and_count_by_the_tokens_before_them():
+    """PARD-2: logits are those of drafting, and a mask weighs what the target gives the text from its anchor on."""
+    network, target = model("llama")
+    draft, own = model("sliding")
+    params = {"draft": own, "projection": {"weight": jnp.asarray(
+        np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)}}
+    objective = AlignedDraftModel(network, K, ratio=1.0, draft=draft, mask=MASK, scale=0.1, without=0.0)
+    batch = jnp.asarray(np.random.default_rng(5).integers(0, VOCABULARY, (1, T + 1)), jnp.int32)
+    tokens, last, zero = batch[:, :-1], 5, jnp.zeros(1, jnp.int32)
+    chain, depth = kept_masks(T, K, 1.0, 0.2)
+    nodes = masked_nodes(T, jnp.arange(T, dtype=jnp.int32)[None], chain, depth)
+    truth, found = jax.jit(objective.logits)(params, target, tokens, nodes)
+    out = network.apply(target, causal(tokens, zero), network.init_cache(1, 0))
+    before = jnp.concatenate([jnp.zeros((1, 16)), out.hidden[0, :last], jnp.repeat(
+        out.hidden[0, last - 1:last], K - 1, 0)])
+    text = jnp.concatenate([tokens[:, :last + 1], jnp.full((1, K - 1), MASK)], 1)
+    mixed = own["embed"][text] + 0.1 * before @ params["projection"]["weight"].T
+    window = causal(text, zero).replace(embeddings=mixed, embedded=jnp.ones(text.shape, bool))
+    alone = draft.apply(own, window, draft.init_cache(1, 0)).logits()[0, last:]
+    at = [last, *(T + np.flatnonzero(chain == last))]
+    np.testing.assert_allclose(found[0, np.array(at)], alone, atol=2e-5, rtol=1e-5)
+    p = np.asarray(jax.nn.softmax(truth))[0, np.arange(T), np.asarray(batch)[0, 1:]]
+    weights = objective.weights(truth, batch, nodes, np.concatenate([np.zeros(T, np.int64), depth]))
+    np.testing.assert_allclose(weights[0, np.array(at)], [np.prod(p[last:last + d]) for d in range(K)], rtol=1e-5)
+    loss, _ = objective(params, batch, target)
+    assert np.isfinite(loss)

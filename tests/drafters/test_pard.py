@@ -10,7 +10,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import MaskedDrafts
+from decodax.algorithms.speculative.drafts import AlignedDrafts, MaskedDrafts
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
 from decodax.core.window import causal
@@ -50,6 +50,32 @@ def test_drafts_and_cache_are_those_of_the_text_alone():
         alone = network.apply(weights, causal(tokens, jnp.zeros(1, jnp.int32)), network.init_cache(1, 0))
         np.testing.assert_allclose(state.hidden[row], alone.hidden[0, n - 1:], atol=2e-5, rtol=1e-5)
         np.testing.assert_allclose(answer.logits[row, 0], alone.logits()[0, n - 1], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
+def test_drafts_that_read_the_target_are_those_of_the_text_with_its_states_added():
+    """PARD-2: each token has the projected states at the token before it, each mask those of the newest token."""
+    network, weights = model("llama")
+    projection = {"weight": jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)}
+    source = AlignedDrafts(network, vocab_size=VOCABULARY, drafts=4, mask=MASK, states=(-1, 1), scale=0.1)
+    alg = Speculative(source, shape=Chain(4))
+    target, params, chain, s = start(alg, "llama", prompts(3), {}, new=30, width=7, draft=(weights, projection))
+    s = drivers.advance(alg, target, params, chain, s, jnp.int32(4))
+    assert np.asarray(s.running).all() and np.asarray(s.stats.accepted).any()
+    state, _ = jax.jit(lambda params, s: source.start(params, s, s.algo[0], 3))(params, s)
+    np.testing.assert_array_equal(state.cache.length, s.length)
+    plain = decode(Autoregressive(), "llama", prompts(3), {}, new=30)
+    for row, n in enumerate(np.asarray(s.length)[:2]):
+        assert s.tokens[row, :n].tolist() == plain.tokens[row, :n].tolist()
+        at, text = jnp.zeros(1, jnp.int32), s.tokens[row:row + 1, :n]
+        out = target.apply(weights, causal(text, at), target.init_cache(1, 0))
+        states = jnp.concatenate([out.hidden, out.layers[0]], -1)[0]
+        before = jnp.concatenate([jnp.zeros((1, 32)), states[:n - 1], jnp.repeat(states[n - 2:n - 1], 3, 0)])
+        tokens = jnp.concatenate([text, jnp.full((1, 3), MASK)], 1)
+        mixed = weights["embed"][tokens] + 0.1 * before @ projection["weight"].T
+        window = causal(tokens, at).replace(embeddings=mixed, embedded=jnp.ones(tokens.shape, bool))
+        alone = network.apply(weights, window, network.init_cache(1, 0))
+        np.testing.assert_allclose(state.hidden[row], alone.hidden[0, n - 1:], atol=2e-5, rtol=1e-5)
 
 
 def test_the_mask_comes_from_the_models_config(tiny_model, tmp_path):

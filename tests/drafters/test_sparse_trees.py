@@ -65,7 +65,7 @@ def test_fitted_trees_give_the_most_tokens_for_their_nodes():
 
 
 @pytest.mark.wide
-def test_acceptance_is_measured_on_texts():
+def test_acceptance_is_measured_on_texts_and_the_size_by_the_time(monkeypatch):
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (3, 12))
     objective = InsertedPrompts(lm("llama").model, HEAD, places=99)
     hits, total = guess_counts(objective, lm("llama").params, drafter().params, jnp.asarray(tokens), VOCABULARY)
@@ -73,6 +73,10 @@ def test_acceptance_is_measured_on_texts():
     trees = fit_sparse_trees(lm("llama"), drafter(), tokens, 16)
     accuracy = np.asarray(hits)[:, :10] / np.asarray(total)[:, None]
     assert trees == sparse_trees(accuracy, 16, E) and len(trees.trees) == K
+    times = {8: 1.0, 16: 1.0, 32: 4.0}        # a window of 32 takes too long for what it adds
+    monkeypatch.setattr("decodax.train.drafting.sparse_trees.measure", lambda model, weights, arms, **more: (
+        times[next(n for n in times if sparse_trees(accuracy, n, E) == arms[0].draft.trees)],))
+    assert fit_sparse_trees(lm("llama"), drafter(), tokens, sizes=tuple(times)) == trees
     with pytest.raises(ValueError, match="tokens: got an array of shape"):
         fit_sparse_trees(lm("llama"), drafter(), [[1, 2]], 16)
 

@@ -39,7 +39,7 @@ def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Optio
 
 
 def test_every_method_that_can_be_trained_is_an_option() -> None:
-    assert PRESETS["drafter"].keys() == SYSTEMS.keys() | {"pard", "specdec"}
+    assert PRESETS["drafter"].keys() == SYSTEMS.keys() | {"pard", "pard-2", "specdec"}
 
 
 def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(options: Options, tmp_path: Path) -> None:
@@ -160,18 +160,19 @@ def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_pard_tunes_the_first_layers_of_the_target_to_a_draft_model(options: Options, tmp_path: Path,
+@pytest.mark.parametrize("system", ["pard", "pard-2"])
+def test_pard_tunes_the_first_layers_of_the_target_to_a_draft_model(system: str, options: Options, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.drafter.NEW", 8)
     monkeypatch.setattr("recipes.drafter.PROMPTS", 2)
-    own = replace(options, system="pard", preset="pard", drafts=3, mask=3, output=tmp_path)
+    own = replace(options, system=system, preset=system, drafts=3, mask=3, output=tmp_path, loss=None)
     program.train(own, console=QUIET)
     losses = [e["loss"] for e in metrics(tmp_path) if "loss" in e]
     assert losses[-1] < losses[0]
     lm, draft = dx.load(options.target, dtype="float32"), dx.load(tmp_path / "model", dtype="float32")
     assert draft.model.depth == max(lm.model.depth // 4, 1) and draft.config_entries["pard_token"] == 3
     plain, out = (dx.generate(lm, "def f(self):", max_new_tokens=12, eos_token_id=[], **more)
-                  for more in ({}, {"algorithm": "pard:length=3", "draft": draft}))
+                  for more in ({}, {"algorithm": f"{system}:length=3", "draft": draft}))
     assert np.array_equal(out.tokens, plain.tokens)
     with pytest.raises(ValueError, match="draft, mask: got None and 3 for 'medusa', which tunes no draft model"):
         program.train(replace(own, system="medusa", preset="medusa"), console=QUIET)

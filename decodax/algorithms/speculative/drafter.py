@@ -22,10 +22,13 @@ class Drafter(Composed):
         cache_needs: features that the target's cache must have (`Feature`): trees and probes need "trees".
         free: True if drafts come from the text at almost no cost. `Adaptive` then also compares them with the decoded
             tokens in rounds without drafts.
+        defers: True if rounds of plain decoding may be passed to `observe` later, several of them as a chunk of the
+            prompt. `Adaptive` then keeps what `unread` says, and such rounds cost no more than plain decoding.
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = TREES
     free: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def for_vocabulary(self, size: int) -> Self:
         """Returns the drafter for a target whose logits have `size` entries; logits of another size are cut or
@@ -51,6 +54,12 @@ class Drafter(Composed):
     def init(self, params: Params, s: State) -> Any:
         """Returns the drafter's state for the prompts. Every leaf has an explicit dtype and a leading batch axis."""
         return None
+
+    def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
+        """Returns zeros in the form of what `observe` reads of the target's output for one token of each row: hidden
+        states `f[B, 1, D or 0]`, and a tuple with the outputs of layers, None for those that are not read, or None.
+        Only called if `defers`."""
+        raise NotImplementedError(type(self).__name__)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         """Returns the state after a round.

@@ -29,13 +29,18 @@ def tensors_in(path: Path) -> Tensors:
     found: dict[str, Any] = {}
     for file in files or pickled:
         try:
-            found |= load_file(file) if files else _pickled(file)
+            found |= load_file(file) if files else read_pickled(file)
         except Exception as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from None
     return Tensors(found, config)
 
 
-def _pickled(file: Path) -> dict[str, np.ndarray]:
+def read_pickled(file: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors in a file of PyTorch, and nothing else of it.
+
+    Raises:
+        ValueError: PyTorch is not installed.
+    """
     try:
         import torch
     except ImportError:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.core.types import embeddings, logits_of
-from decodax.core.window import causal
+from decodax.core.window import Window, causal
 from decodax.models.drafters.cross_kv import CrossKVHead
+from decodax.models.drafters.mixture import MixtureHead
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.train.drafting.blocks import key_of
 from decodax.train.drafting.losses import loss_of, overlap_of
@@ -41,7 +42,7 @@ class DelayedKeys:
         steps: number of drafted tokens `K`; a query sees the target's keys up to 1 to `K` positions before its own.
         loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         features: weight of the smooth L1 distance between the head's hidden state and the target's (Mixture of
-            Attentions).
+            Attentions); with target layer inference the mean of that and of the distance before the target's layers.
         drawn: True: each delay is drawn (LongSpec draws one for all tokens of a batch); False: it grows from 1 to `K`
             in blocks of `K` tokens, so that a query sees the keys before its block (GliDe).
         reach: the tokens after the first few are moved to positions below this (LongSpec); 0: they are not moved.
@@ -74,26 +75,62 @@ class DelayedKeys:
         if (spare := self.reach - tokens.shape[1]) > 0:
             stays = at < jax.random.randint(first, rows, 0, ANCHORS + 1)
             positions = jnp.where(stays, at, at + jax.random.randint(moved, rows, 0, spare + 1))
-        truth, hidden, entries = target_keys(self.target, extra, tokens, positions, self.dtype)
+        truth, hidden, entries, layers = target_keys(self.target, extra, tokens, positions, self.dtype)
         logits, own = delayed(self.target, self.head, cast(params, self.dtype), extra, tokens, positions, entries,
                               delays)
+        far = smooth_l1(own, hidden)
+        if isinstance(self.head, MixtureHead) and self.head.above:
+            before = layers[self.head.layer - self.head.above]
+            far, own = smooth_l1(own, before) / 2, above(self.target, self.head, extra, before, own, positions, delays)
+            far = far + smooth_l1(own, hidden) / 2
+            logits = logits_of(self.target, jax.lax.stop_gradient(cast(extra, self.dtype)), own)
         accepted, scalars = overlap_of(truth, logits), {}
         for j in range(1, self.steps + 1):
             here = (delays == j) & (at >= j)        # the target has a key there
             scalars[f"accepted_{j}"] = jnp.where(here, accepted, 0).sum() / jnp.maximum(here.sum(), 1)
         loss = loss_of(self.loss)(truth, logits, labels).mean()
         if self.features:
-            loss = loss + self.features * smooth_l1(own, hidden)
+            loss = loss + self.features * far
         return loss, {"loss": loss, **scalars}
 
 
-def target_keys(target: Any, weights: Tree, tokens: Array, positions: Array, dtype: str) -> tuple[Array, Array, KV]:
+def target_keys(target: Any, weights: Tree, tokens: Array, positions: Array, dtype: str
+                ) -> tuple[Array, Array, KV, tuple[Array, ...]]:
     """Returns the target's logits `f32[B, T, V]` of a text `i32[B, T]` at positions `i32[B, T]`, its hidden states
-    `f[B, T, D]`, and the keys and values `f[B, T, G, d]` of its layers by their indices, without gradients."""
+    `f[B, T, D]`, the keys and values `f[B, T, G, d]` of its layers by their indices, and the layers' outputs, without
+    gradients."""
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)).replace(positions=positions)
     out = target.apply(cast(weights, dtype), window, target.init_cache(tokens.shape[0], 0))
     own = {layer: tuple(out.entries[i]) for i, (layer, recurrent) in enumerate(target.config.entries) if not recurrent}
-    return jax.lax.stop_gradient((out.logits(), out.hidden, own))
+    return jax.lax.stop_gradient((out.logits(), out.hidden, own, out.layers))
+
+
+def above(target: Any, head: MixtureHead, weights: Tree, known: Array, own: Array, positions: Array,
+          delays: Array) -> Array:
+    """Returns the hidden states `f[B, T, D]` after the target's last layers, which run on a head's output (target layer
+    inference), as drafting computes them.
+
+    Args:
+        target: the target's network.
+        head: the head.
+        weights: the target's weights.
+        known: `f[B, T, D]`, the target's own hidden states before these layers.
+        own: `f[B, T, D]`, the head's output at each token.
+        positions: `i32[B, T]`.
+        delays: `i32[B, T]`, see `delayed`: a draft sees the target's own states up to there, and the head's after it.
+    """
+    B, T = positions.shape
+    at = jnp.arange(T, dtype=jnp.int32)
+    before = jnp.broadcast_to(at[:, None] - at, (B, T, T))
+    text = before >= 0
+    drafts = jnp.concatenate([before >= delays[:, :, None], text & (before < delays[:, :, None])], 2)
+    mask = jnp.concatenate([jnp.pad(text, ((0, 0), (0, 0), (0, T))), drafts], 1)
+    twice = lambda x: jnp.concatenate([x, x], 1)
+    window = Window(tokens=jnp.zeros((B, 2 * T), jnp.int32), positions=twice(positions), mask=mask,
+                    live=jnp.ones((B, 2 * T), bool), embeddings=jnp.concatenate([known.astype(own.dtype), own], 1),
+                    embedded=jnp.ones((B, 2 * T), bool))
+    weights = jax.lax.stop_gradient(cast(weights, str(own.dtype)))
+    return target.apply(weights, window, target.init_cache(B, 0), head.keep).hidden[:, T:]
 
 
 def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens: Array, positions: Array,
@@ -136,4 +173,4 @@ def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens:
     return head.logits(params, step.hidden, 0, project), step.hidden
 
 
-__all__ = ["DelayedKeys", "delayed", "target_keys"]
+__all__ = ["DelayedKeys", "above", "delayed", "target_keys"]

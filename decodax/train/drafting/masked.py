@@ -1,5 +1,5 @@
-"""Training of drafters that predict all drafts of a round in one pass at masks: PARD (An et al., 2025) and P-EAGLE (Hui
-et al., 2026).
+"""Training of drafters that predict all drafts of a round in one pass at masks: PARD (An et al., 2025), PARD-2 (An et
+al., 2026) and P-EAGLE (Hui et al., 2026).
 
 After every position of a text comes a chain of masks, all of a text in one pass. A mask sees the text up to the anchor
 of its chain and the masks before it in the chain, as in drafting. Most deep masks are left out (the conditional drop of
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.drafts.model.pard2 import hidden_states, projected
 from decodax.core.types import embeddings, logits_of
 from decodax.core.window import Window, causal
 from decodax.models.drafters.parallel import ParallelHead
@@ -88,18 +89,32 @@ class MaskedChains(abc.ABC):
         order = jnp.argsort(jax.random.uniform(key_of(tokens), (B, T - self.ahead)), 1).astype(jnp.int32)
         nodes = masked_nodes(T, order, chain, depth)
         truth, logits = self.logits(params, extra, tokens, nodes)
+        depths = np.concatenate([np.zeros(T, np.int64), depth])
+        weight = self.weights(truth, batch, nodes, depths)
         at = nodes.positions + self.ahead
         live = at < T
         take = lambda x: jnp.take_along_axis(x, jnp.minimum(at, T - 1).reshape(B, -1, *[1] * (x.ndim - 2)), 1)
         truth, labels = take(truth), take(batch[:, 1:])
-        levels = np.concatenate([np.zeros(T, np.int64), depth]) == np.arange(self.steps)[:, None]
+        levels = depths == np.arange(self.steps)[:, None]
         accepted = jnp.where(live, acceptance(truth, logits, table_of(self.ids)), 0)
         scalars = {f"accepted_{d + 1}": (accepted * here).sum() / jnp.maximum((live & here).sum(), 1)
                    for d, here in enumerate(levels)}
         truth, labels, known = restricted(truth, labels, self.ids)
-        each = jnp.where(live & known, loss_of(self.loss)(truth, logits, labels), 0)
-        loss = each.sum() / jnp.maximum((live & known).sum(), 1)
+        weight = jnp.where(live & known, weight, 0)
+        each = jnp.where(weight > 0, weight * loss_of(self.loss)(truth, logits, labels), 0)
+        loss = each.sum() / jnp.maximum(weight.sum(), 1e-6)
         return loss, {"loss": loss, **scalars}
+
+    def weights(self, truth: Array, batch: Array, nodes: Window, depths: np.ndarray) -> Array:
+        """Returns the weight of each node's loss, `f32[B, T + M]`.
+
+        Args:
+            truth: `f32[B, T, V]`, the target's logits for a text.
+            batch: `i32[B, T + 1]`, the text and the token after it.
+            nodes: as in `logits`.
+            depths: `i64[T + M]`, depth of each node in its chain, 0 for those of the text.
+        """
+        return jnp.ones(nodes.positions.shape, jnp.float32)
 
 
 def kept_masks(anchors: int, steps: int, ratio: float, least: float) -> tuple[np.ndarray, np.ndarray]:
@@ -153,6 +168,57 @@ class TunedDraftModel(MaskedChains):
 
 
 @dataclass(frozen=True)
+class AlignedDraftModel(TunedDraftModel):
+    """PARD-2's loss (An et al., 2026): that of PARD, of a draft model to whose embeddings a projection of the target's
+    hidden states is added.
+
+    A draft counts by the probability that the target gives to the tokens of the text between the anchor of its chain
+    and the draft, since only after those it can be accepted (confidence-adaptive tokens). The weights are a dictionary
+    with "draft" and "projection". The defaults are the authors'.
+
+    Attributes:
+        states: the target's hidden states, see `decodax.algorithms.speculative.drafts.AlignedDrafts`.
+        scale: factor of the projection.
+        without: share of the texts that are read without the projection, so that the model also drafts for other
+            targets.
+
+    The others are those of `TunedDraftModel`.
+    """
+
+    steps: int = 16
+    loss: str = "kl+0.1*hard"
+    least: float = 0.1
+    states: tuple[int, ...] = (-1,)
+    scale: float = 0.02
+    without: float = 0.2
+
+    def logits(self, params: Tree, extra: Tree, tokens: Array, nodes: Window) -> tuple[Array, Array]:
+        B, T = tokens.shape
+        out = self.target.apply(cast(extra, self.dtype), causal(tokens, jnp.zeros(B, jnp.int32)),
+                                self.target.init_cache(B, 0))
+        truth, found = jax.lax.stop_gradient((out.logits(), hidden_states(out, self.states)))
+        more = nodes.positions.shape[1] - T
+        params = cast(params, self.dtype)
+        before = jnp.pad(found[:, :-1], ((0, 0), (1, 0), (0, 0))).astype(self.dtype)
+        read = jax.random.uniform(jax.random.fold_in(key_of(tokens), 1), (B, 1, 1)) >= self.without
+        added = jnp.where(read, self.scale * projected(params["projection"], before), 0)
+        own = nodes.replace(tokens=jnp.pad(tokens, ((0, 0), (0, more)), constant_values=self.mask))
+        # a mask has the projection of its anchor: the last node of the text that it sees
+        anchor = jnp.where(nodes.mask[:, :, :T], jnp.arange(T), 0).max(-1)
+        x = embeddings(self.draft, params["draft"], own.tokens)
+        x = x + jnp.take_along_axis(added, anchor[..., None], 1).astype(x.dtype)
+        own = own.replace(embeddings=x, embedded=jnp.ones(own.tokens.shape, bool))
+        return truth, self.draft.apply(params["draft"], own, self.draft.init_cache(B, 0)).logits()
+
+    def weights(self, truth: Array, batch: Array, nodes: Window, depths: np.ndarray) -> Array:
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(truth), batch[:, 1:, None], 2)[..., 0]
+        so_far = jnp.pad(log_p.cumsum(1), ((0, 0), (1, 0)))         # of the tokens 1 to each position
+        at = jnp.minimum(nodes.positions, truth.shape[1])
+        of = lambda where: jnp.take_along_axis(so_far, where, 1)
+        return jnp.exp(of(at) - of(jnp.maximum(at - depths, 0)))
+
+
+@dataclass(frozen=True)
 class MaskedPairs(MaskedChains):
     """P-EAGLE's loss, of a head that learns to predict at pairs of a mask token and a learned feature (Hui et al.,
     2026).
@@ -182,4 +248,4 @@ class MaskedPairs(MaskedChains):
         return truth, head.logits(params, step.hidden, 0, lambda x: logits_of(self.target, weights, x))
 
 
-__all__ = ["MaskedChains", "MaskedPairs", "TunedDraftModel", "kept_masks", "masked_nodes"]
+__all__ = ["AlignedDraftModel", "MaskedChains", "MaskedPairs", "TunedDraftModel", "kept_masks", "masked_nodes"]

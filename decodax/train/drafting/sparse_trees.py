@@ -3,6 +3,7 @@ of the guesses at its prompt tokens (Chen et al., 2024)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,34 +12,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.speculative.trees.sparse_trees import SparseTrees, sparse_trees
+from decodax.algorithms.speculative.adaptive.measure import measure
+from decodax.algorithms.speculative.heads.prompted.ppd import ppd
+from decodax.algorithms.speculative.trees.sparse_trees import SparseTrees, expected_tokens, sparse_trees
 from decodax.models.drafters.prompt_tokens import LookAheadHead, PromptTokensHead
 from decodax.train.drafting.prompt_tokens import InsertedPrompts
 
 Tree = Any
 
 
-def fit_sparse_trees(lm: Any, drafter: Any, tokens: Any, size: int, *, ranks: int = 10, places: int = 64,
-                     rows: int = 8) -> SparseTrees:
-    """Returns the trees with the most tokens for windows of at most `size` nodes, by the acceptance on some texts.
+def fit_sparse_trees(lm: Any, drafter: Any, tokens: Any, size: int | None = None, *, ranks: int = 10, places: int = 64,
+                     rows: int = 8, sizes: Sequence[int] = (8, 16, 32, 64), batch: int = 1,
+                     **options: Any) -> SparseTrees:
+    """Returns the trees with the most tokens for windows of at most `size` nodes, by the acceptance on some texts. A
+    size that is not given follows from the time of rounds, as in the paper.
 
-        trees = fit_sparse_trees(lm, drafter, texts, 32)
+        trees = fit_sparse_trees(lm, drafter, texts)
         dx.generate(lm, prompts, algorithm=dx.algorithms.ppd(shape=trees), draft=drafter)
-
-    The paper also chooses the size, by the time of a forward pass on the machine: measure that for a few.
 
     Args:
         lm: the target, a result of `decodax.load`.
         drafter: a drafter of `ppd`, from `decodax.load_drafter`.
         tokens: `i32[B, T]`, texts of the target's tokens that are typical for later use.
-        size: number of nodes: the newest token, drafts and prompt tokens.
+        size: number of nodes: the newest token, drafts and prompt tokens. None: that of `sizes` with the most tokens
+            per second on this machine.
         ranks: number of guesses at a prompt token.
         places: number of random places in a text.
         rows: number of texts in a forward pass.
+        sizes: numbers of nodes to consider; not used with `size`.
+        batch: number of rows for which rounds are measured.
+        options: see `decodax.algorithms.speculative.measure`.
 
     Raises:
-        ValueError: another drafter, texts that are too short, or too few nodes for a draft.
+        ValueError: another drafter, texts that are too short, no sizes, or too few nodes for a draft.
     """
+    if size is None and not sizes:
+        raise ValueError("sizes: got none, takes one or more")
     head, texts = drafter.head, np.asarray(tokens, np.int32)
     if not isinstance(head, PromptTokensHead) or isinstance(head, LookAheadHead):
         raise ValueError(f"drafter: got one with a {type(head).__name__}, takes one of 'ppd'")
@@ -49,7 +58,17 @@ def fit_sparse_trees(lm: Any, drafter: Any, tokens: Any, size: int, *, ranks: in
     found = [guess_counts(objective, lm.params, drafter.params, jnp.asarray(texts[i:i + rows]), ranks)
              for i in range(0, len(texts), rows)]
     hits, total = (np.sum([np.asarray(x) for x in some], 0) for some in zip(*found, strict=True))
-    return sparse_trees(hits / np.maximum(total, 1)[:, None], size, head.ensemble)
+    accuracy = hits / np.maximum(total, 1)[:, None]
+    if size is not None:
+        return sparse_trees(accuracy, size, head.ensemble)
+
+    def speed(trees: SparseTrees) -> float:
+        """Returns the expected tokens of a row per second."""
+        seconds, = measure(lm.model, lm.params, [ppd(lm, drafter, trees)], batch=batch, vocab_size=lm.vocab_size,
+                           **options)
+        return expected_tokens(trees, accuracy) / seconds
+
+    return max((sparse_trees(accuracy, n, head.ensemble) for n in sorted(set(sizes))), key=speed)
 
 
 @partial(jax.jit, static_argnames=("objective", "ranks"))

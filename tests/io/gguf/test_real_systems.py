@@ -25,7 +25,7 @@ CHATS = ["Repeat this sentence three times: The cat sat on the mat and looked at
 LAYERS = 12
 """Layers of the draft model, the first of the target's."""
 SYSTEMS = [name for name, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and not e.alias_of
-           and "diffusion" not in e.needs and name not in ("autoregressive", "pard")
+           and "diffusion" not in e.needs and name not in ("autoregressive", "pard", "pard-2")
            and (e.needs != "a trained drafter" or shipped_drafter(name, "smollm2"))]
 FEW = ("prompt-lookup",)
 

@@ -1,9 +1,9 @@
 """Several ways to draft, called arms, of which a controller chooses one for each round: a draft length, a source, or no
 drafts.
 
-An arm is a `Speculative` algorithm; `NOTHING` is the arm without drafts. All arms observe every round. The batch has
-one arm, since the window has one shape. With `SeedExact` the tokens do not depend on the choice; with other verifiers
-their distribution does not.
+An arm is a `Speculative` algorithm; `NOTHING` is the arm without drafts. All arms observe every round; trained heads
+observe those without drafts later (`later`). The batch has one arm, since the window has one shape. With `SeedExact`
+the tokens do not depend on the choice; with other verifiers their distribution does not.
 
 In rounds without drafts, drafts that come from the text (`Drafter.free`) are tested without a forward pass: now and
 then one is looked up, stored, and compared with the tokens of plain decoding. This shows how often they would be
@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
+from decodax.algorithms.speculative.adaptive.later import MOST, nothing_untold, told, with_round
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
@@ -125,8 +126,15 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     @property
     def variants(self) -> tuple[_Arm, ...]:
-        """The algorithms that the core runs, one for each arm."""
-        return tuple(_Arm(self, i) for i in range(len(self.arms)))
+        """The algorithms that the core runs, one for each arm. If drafts are told of rounds later, the last one is a
+        round without drafts that tells them."""
+        last = (_Arm(self, self.arms.index(NOTHING), tells=True),) if self.deferred else ()
+        return (*(_Arm(self, i) for i in range(len(self.arms))), *last)
+
+    @functools.cached_property
+    def deferred(self) -> tuple[int, ...]:
+        """Indices of the drafts that are told later of rounds of `NOTHING`."""
+        return () if NOTHING not in self.arms else tuple(i for i, draft in enumerate(self.drafts) if draft.defers)
 
     @functools.cached_property
     def known(self) -> Arms:
@@ -139,16 +147,28 @@ class Adaptive(LearnsFromPrompt, Varies):
     def init(self, params: Params, s: State) -> Any:
         states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
                   for draft in self.drafts]
-        return self.controller.init(self.known, s.batch), tuple(states), tuple(self._papers(s.batch))
+        forms = tuple(self.drafts[i].unread(self._own(params, self.drafts[i]), s.batch) for i in self.deferred)
+        return (self.controller.init(self.known, s.batch), tuple(states), tuple(self._papers(s.batch)),
+                nothing_untold(forms, s.batch))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        return self.controller.choose(self.known, s.algo[0], s)
+        arm = self.controller.choose(self.known, s.algo[0], s)
+        if not self.deferred:
+            return arm
+        untold = jnp.where(s.running, s.algo[3].count, 0).max()
+        due = (untold >= MOST) | (untold > 0) & (arm != self.arms.index(NOTHING))
+        return jnp.where(due, len(self.arms), arm)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        return self.variants[0].propose(params, policy, s)
+        return self._first.propose(params, policy, s)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        return self.variants[0].decide(params, dist, s, window, out, algo)
+        return self._first.decide(params, dist, s, window, out, algo)
+
+    @property
+    def _first(self) -> _Arm:
+        """The rounds of the first arm, for a caller that does not choose; they leave no draft untold."""
+        return self.variants[-1 if self.deferred and self.arms[0] == NOTHING else 0]
 
     @property
     def observer(self) -> Adaptive | None:
@@ -156,7 +176,7 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state of all arms after a prefill chunk."""
-        return algo[0], self._tell(params, s, window, out, None, algo[1]), algo[2]
+        return algo[0], self._tell(params, s, window, out, None, algo[1]), *algo[2:]
 
     @functools.cached_property
     def free(self) -> tuple[int, ...]:
@@ -172,10 +192,21 @@ class Adaptive(LearnsFromPrompt, Varies):
         return [Paper(tokens=jnp.full((batch, self.arms[i].traits.emits - 1), -1, jnp.int32),
                       next=jnp.zeros(batch, jnp.int32), held=jnp.zeros(batch, bool)) for i in self.free]
 
-    def _tell(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, states: Any) -> Any:
-        arms = (next(arm for arm in self.arms if arm.draft == draft) for draft in self.drafts)
-        return tuple(arm.drafter.observe(self._own(params, arm.draft), s, window, out, decision, x)
-                     for arm, x in zip(arms, states, strict=True))
+    def _tell(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, states: Any,
+              later: tuple[int, ...] = ()) -> Any:
+        """Returns the states of the drafts after a round or a prefill chunk; those with the indices `later` do not
+        change."""
+        return tuple(x if i in later else self._drafter(i).observe(self._own(params, self.drafts[i]), s, window, out,
+                                                                   decision, x) for i, x in enumerate(states))
+
+    def _tell_later(self, params: Params, s: State, out: Out, untold: Any, states: Any) -> Any:
+        """Returns the states of the drafts after those that are told later were told of the rounds so far."""
+        new = {i: told(untold, n, self._drafter(i), self._own(params, self.drafts[i]), s, out, states[i])
+               for n, i in enumerate(self.deferred)}
+        return tuple(new.get(i, x) for i, x in enumerate(states))
+
+    def _drafter(self, index: int) -> Draft:
+        return next(arm for arm in self.arms if arm.draft == self.drafts[index]).drafter
 
     def _own(self, params: Params, draft: Any) -> Params:
         return params if params.draft is None else params.replace(draft=params.draft[self.drafts.index(draft)])
@@ -183,10 +214,12 @@ class Adaptive(LearnsFromPrompt, Varies):
 
 @dataclasses.dataclass(frozen=True)
 class _Arm(Around):
-    """The rounds of one arm; all arms observe them."""
+    """The rounds of one arm; all arms observe them. `tells` is True for those of `NOTHING` that also tell drafts of the
+    rounds before."""
 
     adaptive: Adaptive
     index: int
+    tells: bool = False
 
     @property
     def inner(self) -> Adaptive:
@@ -206,14 +239,14 @@ class _Arm(Around):
         return ()
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        control, states, papers = s.algo
+        control, states, papers, untold = s.algo
         own = self.adaptive.drafts.index(self.arm.draft)
         window, (state, tree) = self.arm.propose(self.adaptive._own(params, self.arm.draft), policy,
                                                  s.replace(algo=(states[own], None)))
         if self.arm == NOTHING:
             papers = tuple(self._renew(i, params, policy, s, paper)
                            for i, paper in zip(self.adaptive.free, papers, strict=True))
-        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states)), papers), tree)
+        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states)), papers, untold), tree)
 
     def _renew(self, index: int, params: Params, policy: Any, s: State, paper: Paper) -> Paper:
         arm, K = self.adaptive.arms[index], paper.tokens.shape[1]
@@ -246,7 +279,7 @@ class _Arm(Around):
         return control, tuple(renewed)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        (control, states, papers), tree = algo
+        (control, states, papers, untold), tree = algo
         d = self.arm.judge(dist, s, window, out, tree)
         assert d.accepted is not None
         depth, running = jnp.arange(1, self.traits.emits), s.running[:, None]
@@ -256,10 +289,15 @@ class _Arm(Around):
             held=running & (depth <= d.accepted[:, None]))
         spare = self.traits.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
-        states = self.adaptive._tell(params, s, window, out, d, states)
+        if self.tells:
+            states = self.adaptive._tell_later(params, s, out, untold, states)
+            untold = untold.replace(count=jnp.zeros_like(untold.count))
+        later = self.adaptive.deferred if self.arm == NOTHING and not self.tells else ()
+        states = self.adaptive._tell(params, s, window, out, d, states, later)
+        untold = with_round(untold, s, out) if later else untold
         control = self.adaptive.controller.update(self.adaptive.known, control, seen)
         control, papers = self._compare(control, papers, s, d, seen)
-        return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers))
+        return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers, untold))
 
 
 def _same(a: Any, b: Any) -> bool:

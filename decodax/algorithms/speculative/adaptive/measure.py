@@ -17,6 +17,7 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.drafting import drafting_source
+from decodax.algorithms.speculative.trees.tetris import Tetris
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
@@ -57,7 +58,7 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
     tokens[:, :length] = np.random.default_rng(0).integers(0, vocab_size, (batch, 16))[:, np.arange(length) % 16]
     policy = build(batch, vocab_size=vocab_size, **sampling)
     states = []
-    for alg in variants(bare):
+    for alg in variants(bare)[:len(arms)]:
         s = drivers.begin(alg, model, params, policy, jnp.asarray(tokens), np.full(batch, length, np.int32), size=size,
                           max_new=np.full(batch, room, np.int32))
         states.append((alg, drivers.prefill(alg, model, params, s, width=min(128, size))))
@@ -72,6 +73,25 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
             if done:
                 seconds[i].append(spent / done)
     return tuple(statistics.median(x[1:] or x) for x in seconds)       # the first of each was compiling
+
+
+def round_times(lm: Any, source: Any, length: int, *, batch: int = 1, **options: Any) -> tuple[tuple[int, float], ...]:
+    """Measures how long rounds take by the number of tokens that the batch verifies together.
+
+    Args:
+        lm: the result of `decodax.load`.
+        source: what drafts.
+        length: largest number of drafts of a row; all of them are drafted in each round.
+        batch: number of rows.
+        options: see `measure`.
+
+    Returns:
+        Ascending numbers of tokens, the newest ones included, each with the seconds of a round.
+    """
+    budgets = [batch * k for k in sorted({1, (length + 1) // 2, length})]
+    arms = [Speculative(source, shape=Tetris(budget, length), packed=True) for budget in budgets]
+    times = measure(lm.model, lm.params, arms, batch=batch, vocab_size=lm.vocab_size, **options)
+    return tuple((batch + budget, seconds) for budget, seconds in zip(budgets, times, strict=True))
 
 
 def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch: int = 1, length: int = 128,

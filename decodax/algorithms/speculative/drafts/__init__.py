@@ -15,6 +15,7 @@ from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.improved_mcsd import TargetRooted
 from decodax.algorithms.speculative.drafts.model.pard import MaskedDrafts
+from decodax.algorithms.speculative.drafts.model.pard2 import AlignedDrafts
 from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.drafts.model.specdec import NonAutoregressive
 from decodax.algorithms.speculative.drafts.model.specinfer import Merged
@@ -42,6 +43,7 @@ __all__ = [
            "ADED",
            "PGJ",
            "SJD",
+           "AlignedDrafts",
            "CLaSp",
            "DraftExit",
            "DraftModel",

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.by_depth import spread
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, spread, trained
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
@@ -51,7 +52,10 @@ class BlockState(Struct):
 class BlockDraft(TrainedHead):
     """Drafts with a block head, in one pass for all tokens.
 
-    A path has at most `head.longest` drafts; nodes beyond it get the logits of the last slot.
+    A path has at most `head.longest` drafts; nodes beyond it get the logits of the last slot. For a shorter tree the
+    block has fewer masks, so its drafts cost less. Slots that see each other then predict without the masks behind
+    them, which the head was not trained for: models trained with large blocks draft well with smaller ones (Chen, Liang
+    and Liu, 2026).
 
     Attributes:
         model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
@@ -89,14 +93,14 @@ class BlockDraft(TrainedHead):
         h, weights = self.head, params.draft.head
         # a row that goes on after its end keeps nothing of tokens that were cut
         cache = truncate(state.cache, s.length - 1)
-        tokens = jnp.full((s.batch, h.block), h.mask or 0, jnp.int32).at[:, 0].set(s.newest)
+        drafts = slice(h.offset, h.offset + min(h.longest, room + 1))
+        tokens = jnp.full((s.batch, drafts.stop), h.mask or 0, jnp.int32).at[:, 0].set(s.newest)
         window = (causal if h.causal else bidirectional)(tokens, s.length - 1)
         step = h.step(weights, tokens, self._embed(params), jnp.zeros((), self._dtype(params)), window.positions, 0,
                       self._attend(cache, window))
         seen = h.prepare(weights, step.hidden)
         before = jnp.take_along_axis(s.tokens, jnp.maximum(s.length - 2, 0)[:, None], 1)[:, 0]
         memory = h.opening(weights, seen, s.newest, before, self._embed(params))
-        drafts = slice(h.offset, h.offset + min(h.longest, room + 1))
         hidden = step.hidden[:, drafts]
         logits = h.logits(weights, hidden, 0, lambda x: logits_of(self.model, params.target, x))
         state = BlockState(cache=cache, hidden=hidden, logits=logits, seen=seen[:, drafts])
@@ -153,7 +157,7 @@ class BlockDraft(TrainedHead):
             w = window
             if sliding is not None:
                 if h.causal_sliding is not None:
-                    full = jnp.ones((1, h.block, h.block), bool)
+                    full = jnp.ones((1, window.width, window.width), bool)
                     w = w.replace(mask=jnp.tril(full) if h.causal_sliding else full)
                 if h.window_from == "newest":
                     w, sliding = w.replace(cached=slots >= window.positions[:, :1] - sliding), None

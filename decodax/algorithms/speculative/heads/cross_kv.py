@@ -63,6 +63,9 @@ class CrossKVDraft(TrainedHead):
         cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
         return Drafting(cache=constrain(cache, heads(cache)))
 
+    def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
+        return jnp.zeros((batch, 1, 0), jnp.float32), None          # only the tokens
+
     def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
         # a row that goes on after its end keeps nothing of tokens that were cut
         cache = truncate(state.cache, s.length - 1)

@@ -1,31 +1,49 @@
 """Mixture of Attentions: drafts attend to one vector for each verified token, made of the target's keys and values in
 all layers ("Mixture of Attentions For Speculative Decoding", Zimmer et al., 2024).
 
-The vectors are computed once, after verification, from the keys and values that the target returns for its cache. Here
-no layers of the target run while drafting, as with the paper's N = 0; its client and server are not separated."""
+The vectors are computed once, after verification, from the keys and values that the target returns for its cache. With
+`MixtureHead.above` the last layers of the target run on the drafts, too (target layer inference): they attend to its
+cache of the verified text, and to keys and values of the drafts. The paper's client and server are not separated."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
+from decodax.algorithms.speculative.drafts.self.self_draft import conditional
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft, cross_kv
-from decodax.algorithms.speculative.source import Shape
+from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
-from decodax.common.struct import short
+from decodax.common.struct import short, struct
 from decodax.core.cache import Cache
+from decodax.core.capabilities import Draftable, tree_buffer
 from decodax.core.state import State
 from decodax.core.types import Out, Params
-from decodax.core.window import take
+from decodax.core.window import Window, causal, take
 from decodax.models.drafters.mixture import MixtureHead
+
+
+@struct
+class MixtureState(Drafting):
+    """State of `MixtureDraft` within a round.
+
+    Attributes:
+        above: keys and values of the nodes in the target's last layers.
+
+    The others are those of `Drafting`.
+    """
+
+    above: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +54,35 @@ class MixtureDraft(CrossKVDraft):
     __repr__ = short
 
     head: MixtureHead
+    defers: ClassVar[bool] = False      # it reads the entries of the target's cache
+
+    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
+        state, answer = super().start(params, s, state, room)
+        if not self.head.above:
+            return state, answer
+        window = causal(s.newest[:, None], s.length - 1)
+        out = self._run_above(params, window, answer.hidden, conditional(s))
+        above = tree_buffer(conditional(s), out.entries, 1 + room)
+        above = above.append(out.entries, window.positions, jnp.zeros((), jnp.int32)).replace(base=None)
+        return (MixtureState(cache=state.cache, scratch=state.scratch, above=above),
+                Answer(self._logits(params, out.hidden, 0), out.hidden))
+
+    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
+        state, answer = super().extend(params, s, state, level)
+        if not isinstance(state, MixtureState):
+            return state, answer
+        assert state.above is not None
+        window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
+                        live=jnp.ones(level.tokens.shape, bool))
+        sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
+        out = self._run_above(params, window, answer.hidden, state.above.replace(base=conditional(s)).seen_by(sees))
+        above = state.above.append(out.entries, level.positions, level.at + 1)
+        return state.replace(above=above), Answer(self._logits(params, out.hidden, 0), out.hidden)
+
+    def _run_above(self, params: Params, window: Window, hidden: Any, cache: Any) -> Out:
+        """Runs the target's last layers on the head's output."""
+        window = window.replace(embeddings=hidden, embedded=jnp.ones(window.tokens.shape, bool))
+        return self.model.apply(params.target, window, cache, self.head.keep)
 
     def _known(self, s: State, cache: Cache) -> tuple[Cache, int]:
         return cache, 1

@@ -68,8 +68,19 @@ def p_eagle(lm: Any, draft: Any = None, length: Count | None = None, verify: Ver
         length: number of drafts; None: as many as the head was trained for.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    made = trained(lm, draft, "p-eagle")
+    source = parallel(lm, draft, "p-eagle")
+    return Speculative(source, verify or SeedExact(), Chain(length or source.head.drafts))
+
+
+def parallel(lm: Any, draft: Any, *systems: str) -> ParallelDraft:
+    """Returns the source of drafts for a target, from a drafter with a `ParallelHead`; the arguments are those of
+    `trained`.
+
+    Raises:
+        ValueError: as in `trained`, or the drafter has another head.
+    """
+    made = trained(lm, draft, *systems)
     if not isinstance(made.head, ParallelHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, 'p-eagle' takes one with a ParallelHead")
-    source = ParallelDraft(made.model, made.head, made.weights)
-    return Speculative(source, verify or SeedExact(), Chain(length or made.head.drafts))
+        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a "
+                         "ParallelHead")
+    return ParallelDraft(made.model, made.head, made.weights)

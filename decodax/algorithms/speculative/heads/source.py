@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.by_depth import of_depths, spread
 from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.common.arguments import shown
 from decodax.common.axes import constrain
@@ -83,6 +83,7 @@ class TrainedHead(Source):
     head: DraftHead
     weights: Any = data()
     vocab_size: int | None = None
+    defers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", network_of(self.model)[0])
@@ -109,6 +110,14 @@ class TrainedHead(Source):
         shapes = self._shapes(params, s.batch)
         zeros = lambda x: jnp.zeros((s.batch, x.shape[2]), x.dtype)
         return HeadState(cache=cache, hidden=zeros(shapes.hidden), state=zeros(shapes.state))
+
+    def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
+        dtype = jax.eval_shape(lambda weights: embeddings(self.model, weights, jnp.zeros((1, 1), jnp.int32)),
+                               params.target).dtype
+        one, taps = jnp.zeros((batch, 1, self.head.target_width), dtype), self.head.taps
+        if not taps:
+            return one, None
+        return one[:, :, :0], tuple(one if i in taps else None for i in range(max(taps) + 1))
 
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
         scratch, cache = None, state.cache
@@ -248,36 +257,3 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
                          f"{' or '.join(map(repr, systems))}")
     draft.check(lm)
     return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
-
-
-def logits_by_depth(hidden: Array, depth: Array, logits: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Returns the hidden states `f[B, W, h]` and the logits `f32[B, W, V]` of nodes that depend on their depth alone.
-
-    Nodes of one level have one depth, and its logits are then computed once.
-
-    Args:
-        hidden: `f[B, K, h]`, the hidden state of each depth; deeper nodes take the last one.
-        depth: `i32[B, W]`, depth of the nodes.
-        logits: maps hidden states to logits.
-    """
-    own = take(hidden, jnp.minimum(depth, hidden.shape[1] - 1))
-    return own, of_depths(depth, logits, own)
-
-
-def of_depths(depth: Array, logits: Callable[..., Array], *nodes: Array) -> Array:
-    """Returns the logits `f32[B, W, V]` of nodes that depend on their depth `i32[B, W]` alone: computed once if that is
-    one for all, as it is for nodes of one level. `logits` maps `nodes`, arrays `[B, W, ...]`, to them."""
-    one = lambda: jnp.broadcast_to(first := logits(*(x[:, :1] for x in nodes)), (*depth.shape, first.shape[-1]))
-    return lax.cond((depth == depth[:, :1]).all(), one, lambda: logits(*nodes))
-
-
-def spread(logits: Array, ids: Array | None, size: int | None) -> Array:
-    """Returns a head's logits `f32[B, W, Vd]` over the target's vocabulary, `f32[B, W, size]`; tokens that the head
-    does not know have -inf. `ids` are those of `HeadWeights`; `size` None: the head's own."""
-    size = size or logits.shape[-1]
-    if ids is not None:
-        return jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype).at[..., ids].set(logits, mode="drop")
-    if logits.shape[-1] == size:
-        return logits
-    spare = [(0, 0), (0, 0), (0, max(size - logits.shape[-1], 0))]
-    return jnp.pad(logits, spare, constant_values=-jnp.inf)[..., :size]

@@ -3,8 +3,7 @@ Speculative Decoding", Wu et al., 2025).
 
 Every row drafts a chain. Of all drafts in the batch, the `capacity` with the largest probability of being accepted are
 verified; this probability is the product of the draft's probabilities down to a token. Products never rise along a
-chain, so each row keeps a prefix: easy rows verify many drafts and hard rows few. The window has the width of the
-longest chain; the budget saves time only if it is packed (`Speculative.packed`).
+chain, so each row keeps a prefix: easy rows verify many drafts and hard rows few.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.source import Grower, Shape
+from decodax.algorithms.speculative.source import Children, Grower
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.algorithms.speculative.trees.shared_chains import SharedChains
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Tetris(Shape):
+class Tetris(SharedChains):
     """Chains whose drafts share one budget of the batch (Wu et al., 2025).
 
     The drafts of a row depend on the other rows of the batch, but its tokens do not. Sampled drafts that are left out
@@ -50,23 +50,14 @@ class Tetris(Shape):
     def batch_budget(self) -> int:
         return self.capacity
 
+    def log_chance(self, child: Children) -> Array:
+        return child.log_p[:, 0, 0]
+
+    def count(self, log_p: Array, rows: Array) -> Array:
+        return jnp.asarray(self.capacity, jnp.int32)
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        K, s = self.length, grower.s
-        grower = grower if grower.drawn == "coupled" else grower.ranked
-        g, children = grower.start(state, K - 1, 1)
-        tokens, live, log_p = [children.tokens[:, 0]], [children.live[:, 0]], [children.log_p[:, 0]]
-        for i in range(K - 1):
-            g, children = grower.expand(g, tokens[-1], jnp.full((1, 1), i), 1)
-            tokens.append(children.tokens[:, 0])
-            live.append(children.live[:, 0])
-            log_p.append(children.log_p[:, 0])
-        chain = jnp.concatenate(live, 1).astype(jnp.int32).cumprod(1).astype(bool) & s.running[:, None]
-        value = jnp.where(chain, jnp.concatenate(log_p, 1).cumsum(1), -jnp.inf)
-        # of equal products the shallower first, so that what is kept stays a prefix
-        order = jnp.argsort(-value.T.reshape(-1), stable=True)
-        rank = jnp.argsort(order).reshape(K, -1).T
-        nodes = jnp.arange(1, K, dtype=jnp.int32)[None]
-        return Proposal(tokens=jnp.concatenate(tokens, 1), live=chain & (rank < self.capacity)), g.source, nodes
+        return super().grow(grower.ranked, state)
 
 
 @ALGORITHMS.register("tetris", "TETRIS: Optimal Draft Token Selection for Batch Speculative Decoding", "Wu et al. 2025",

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.by_depth import logits_by_depth, spread
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel, catch_up
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import logits_by_depth, spread
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
+from decodax.core.loaded import Loaded
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, logits_of
 from decodax.core.window import Window, causal
@@ -51,7 +52,8 @@ class MaskedDrafts(DraftModel):
     """Drafts with one pass of a draft model over mask tokens (An et al., 2025).
 
     Attributes:
-        drafts: number of drafts `K`, the largest number on a path. The published models were trained with 8.
+        drafts: largest number of drafts `K` on a path. The published models were trained with 8. A shorter chain takes
+            fewer masks.
         mask: the mask token's id.
 
     The others are those of `DraftModel`.
@@ -81,8 +83,8 @@ class MaskedDrafts(DraftModel):
         return Masked(cache=super().init(params, s).cache)
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
-        K = self.drafts
-        newest = K + 1          # as many tokens as a round may have made
+        K = min(self.drafts, room + 1)
+        newest = K + 1          # as many tokens as a round of this length may have made
         cache = catch_up(self.fitted, params.draft, s, state.cache, self.chunk, newest)
         positions = s.length[:, None] - newest + jnp.arange(newest + K - 1, dtype=jnp.int32)
         text = jnp.take_along_axis(s.tokens, jnp.clip(positions, 0, s.tokens.shape[1] - 1), 1)
@@ -112,6 +114,12 @@ class MaskedDrafts(DraftModel):
         return spread(logits_of(self.model, params.draft, hidden), None, self.vocab_size)
 
 
+def config_of(draft: Any) -> dict[str, Any]:
+    """Returns the contents of a draft model's `config.json`; empty if there is none."""
+    folder = draft.directory if isinstance(draft, Loaded) else None
+    return read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+
+
 def mask_of(draft: Any, mask: int | None, entry: str) -> int:
     """Returns the id of a draft model's mask token: `mask`, or that of an entry of its `config.json`.
 
@@ -119,9 +127,7 @@ def mask_of(draft: Any, mask: int | None, entry: str) -> int:
         ValueError: neither is given.
     """
     if mask is None:
-        folder = getattr(draft, "directory", None)
-        config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
-        mask = config.get(entry)
+        mask = config_of(draft).get(entry)
         if mask is None:
             raise ValueError(f"mask: the draft model's config.json has no {entry}, so the option takes the id of the "
                              "token at which it was tuned to predict")

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.by_depth import logits_by_depth, spread
 from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.heads.source import HeadWeights, logits_by_depth, spread, trained
+from decodax.algorithms.speculative.heads.source import HeadWeights, trained
 from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
 from decodax.common.struct import Struct, short, struct

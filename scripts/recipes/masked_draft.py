@@ -1,0 +1,87 @@
+"""Draft models that are tuned to predict at mask tokens: PARD and PARD-2."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+import decodax as dx
+from decodax.algorithms.speculative.drafts import AlignedDrafts, MaskedDrafts
+from decodax.train.drafting.masked import AlignedDraftModel, TunedDraftModel
+from decodax.train.tuning.tuned import checked
+from recipes.options import Options
+
+SYSTEMS = ("pard", "pard-2")
+
+
+@dataclass(frozen=True)
+class MaskedDraft:
+    """A draft model that is tuned.
+
+    Attributes:
+        draft: it, a result of `decodax.load`.
+        objective: its loss.
+        first: the first weights.
+    """
+
+    draft: Any
+    objective: TunedDraftModel
+    first: Any
+
+    @property
+    def aligned(self) -> AlignedDraftModel | None:
+        """The loss of PARD-2, or None."""
+        return self.objective if isinstance(self.objective, AlignedDraftModel) else None
+
+    def source(self, weights: Any) -> MaskedDrafts:
+        """Returns the drafts of the model with some weights."""
+        given: dict[str, Any] = dict(drafts=self.objective.steps, mask=self.objective.mask)
+        if self.aligned is None:
+            return MaskedDrafts(self.draft.with_params(weights), **given)
+        return AlignedDrafts(self.draft.with_params(weights["draft"]), projection=weights["projection"],
+                             states=self.aligned.states, scale=self.aligned.scale, **given)
+
+    def save(self, target: Path, weights: Any, facts: dict[str, Any]) -> None:
+        """Writes the model for `pard` or `pard-2`, with the authors' names."""
+        weights = jax.tree.map(np.asarray, weights)
+        entries = {"pard_token": self.objective.mask, "spd_type": "pard", "training": facts}
+        dx.save(self.draft.with_params(weights if self.aligned is None else weights["draft"]), target)
+        if self.aligned is not None:
+            projection = {f"target_proj.{name}": np.asarray(x, np.float32) for name, x in weights["projection"].items()}
+            (target / "pard_warp_model").mkdir(exist_ok=True)
+            save_file(projection, target / "pard_warp_model" / "model.safetensors")
+            entries |= {"spd_type": "pard2", "pard2": True, "pard2_scale": self.aligned.scale,
+                        "pard2_target_dim": projection["target_proj.weight"].shape[1], "pard2_proj_bias": False,
+                        "pard2_target_layers": self.aligned.states}
+        config = target / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | entries, indent=2) + "\n")
+
+
+def masked_draft(options: Options, lm: Any) -> MaskedDraft:
+    """Returns the draft model that `options` asks for, beside a target.
+
+    Raises:
+        ValueError: it cannot be trained, or has another vocabulary than the target.
+    """
+    draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if options.draft is None else
+                    dx.load(options.draft, dtype="float32"))
+    if draft.vocab_size != lm.vocab_size:
+        raise ValueError(f"draft: got {options.draft!r} with {draft.vocab_size} logits; takes a model with the "
+                         f"{lm.vocab_size} of {lm.name!r}")
+    given = dict(dtype=options.dtype, draft=draft.model, mask=lm.pad if options.mask is None else options.mask)
+    if options.system == "pard":
+        return MaskedDraft(draft, TunedDraftModel(lm.model, options.drafts or 8, options.loss or "hard", **given),
+                           draft.params)
+    # as the authors: the last hidden state, and those a quarter, half and three quarters of the layers before it
+    depth = lm.model.depth
+    states = (-1, *(i for i in dict.fromkeys(-max(depth // 4, 1) * n for n in (1, 2, 3)) if -depth <= i < -1))
+    objective = AlignedDraftModel(lm.model, options.drafts or 16, options.loss or "kl+0.1*hard", states=states, **given)
+    read, width = len(states) * lm.model.config.width, draft.model.config.width
+    weight = jax.random.uniform(jax.random.key(options.seed), (width, read), minval=-1) * read ** -0.5
+    return MaskedDraft(draft, objective, {"draft": draft.params, "projection": {"weight": weight}})
