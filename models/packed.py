@@ -159,9 +159,14 @@ class AroundKernel(Packed):
         return self.replace(kernel=self.kernel.here())
 
 
-@jax.jit
 def for_platform(stored: Packed) -> Packed:
     """Returns `stored.here()`, in one program for all kernels of a format and shape."""
+    # On CPU most are as they are stored, and a program would copy them.
+    return stored.here() if platform() == "cpu" else _here(stored)
+
+
+@jax.jit
+def _here(stored: Packed) -> Packed:
     return stored.here()
 
 

@@ -2,6 +2,7 @@
 
 Some rows of a tensor are mapped at a time, so the pages of a file hardly count as memory of the process, and several
 threads copy them: NumPy lets other threads run meanwhile. A kernel is transposed in tiles that fit a processor's cache.
+A large tensor that a CPU can use as the file has it is not copied: its pages are read when they are first used.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.io import huge_pages
-from decodax.io.files import DTYPES, Files
-from decodax.models.weight_source import WeightSource
+from decodax.io.files import ALIGNMENT, DTYPES, Files
+from decodax.models.weight_source import WeightSource, shape_of
 
 CHUNK = 1 << 20
 """Number of entries that a thread copies at a time."""
@@ -31,6 +32,10 @@ CHUNK = 1 << 20
 TILE = 256
 """Rows and columns of a tile. A thread transposes 0.8 to 1.3 billion 16-bit entries a second this way, and 0.03 without
 tiles."""
+
+MAPPED = 1 << 20
+"""Smallest size in bytes of a tensor that stays in the file. Others are copied, which takes no time, so that a small
+model does not depend on what happens to its file."""
 
 THREADS = 8
 """Maximum number of threads; more of them do not read memory faster."""
@@ -55,6 +60,7 @@ class ArrayReader:
     def __init__(self, files: Files):
         self.files = files
         self._open: dict[Path, int] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS))
 
     def __enter__(self) -> Self:
@@ -66,6 +72,7 @@ class ArrayReader:
         for file in self._open.values():
             os.close(file)
         self._open.clear()
+        self._maps.clear()      # each is unmapped with the last array that refers to it
 
     def read(self, source: WeightSource, bounds: Bounds, dtype: np.dtype, blocks: huge_pages.HugeBlocks | None = None,
              turned: bool = False) -> np.ndarray:
@@ -75,10 +82,12 @@ class ArrayReader:
             source: the tensors that make up the weight.
             bounds: the part.
             dtype: the dtype to which it is cast.
-            blocks: where the array lies; None: in memory of its own.
+            blocks: where the array lies, if it does not stay in the file; None: in memory of its own.
             turned: True exchanges the last two axes of the array, as packed kernels have them, `[..., N, K]`.
         """
         shape = tuple(stop - start for start, stop in bounds)
+        if blocks is not None and (found := self._mapped(source, shape, dtype, turned)) is not None:
+            return blocks.keep(found)
         make = huge_pages.empty if blocks is None else blocks.empty
         found = make((*shape[:-2], *shape[:-3:-1]) if turned else shape, dtype)
         goal = np.swapaxes(found, -1, -2) if turned else found
@@ -97,6 +106,30 @@ class ArrayReader:
                 pass
         return found
 
+    def _mapped(self, source: WeightSource, shape: tuple[int, ...], dtype: np.dtype, turned: bool) -> np.ndarray | None:
+        """Returns a weight where the file is mapped, if JAX can use it there without a copy; else None."""
+        name, turns = source.tensors[0], source.transpose
+        if (len(source.tensors) > 1 or source.part is not None or turns != turned or shape != shape_of(source)
+                or (turns and len(shape) > 2) or os.name != "posix"):       # Windows could not replace the file
+            return None
+        start, count = self.files.start(name), math.prod(shape)
+        if self._dtype(name) != dtype or count * dtype.itemsize < MAPPED or start % ALIGNMENT:
+            return None
+        path = self.files.home[name]
+        if path not in self._maps:
+            # A program to which an array is donated may write to it: to copies of the pages, not to the file.
+            self._maps[path] = mmap.mmap(self._file(path), 0, access=mmap.ACCESS_COPY)
+        return np.frombuffer(self._maps[path], dtype, count, start).reshape(source.full)
+
+    def _dtype(self, name: str) -> np.dtype:
+        return np.dtype(jnp.dtype(DTYPES[str(self.files.slice(name).get_dtype())]))
+
+    def _file(self, path: Path) -> int:
+        """Returns the descriptor of a file, which is opened once."""
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        return self._open[path]
+
     def _weight(self, name: str, source: WeightSource, bounds: Bounds, goal: np.ndarray) -> Copies:
         """Returns the copies that make up a weight of one tensor."""
         extra = len(source.full) - len(bounds)      # axes of length 1 that the weight does not have
@@ -105,10 +138,7 @@ class ArrayReader:
             chosen = source.part.indices(*bounds[-1])
             first, last = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
             index = (*index[:-1], slice(first, last) if last - first == len(chosen) else chosen)
-        path, stored = self.files.home[name], np.dtype(jnp.dtype(DTYPES[str(self.files.slice(name).get_dtype())]))
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
-        place = _Entries(self._open[path], self.files.start(name), stored, source.full)
+        place = _Entries(self._file(self.files.home[name]), self.files.start(name), self._dtype(name), source.full)
         return place.copies(source.turned(index), source.turned(goal[(*[None] * extra, ...)]))
 
 

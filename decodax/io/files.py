@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from decodax.models.names import unwrapped
 
@@ -27,6 +26,12 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 DTYPES = {**FLOATS, "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8", "U8": "uint8",
           "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32", "I64": "int64", "BOOL": "bool"}
 """Dtypes of tensors that can be read."""
+
+CODES = {name: code for code, name in DTYPES.items()}
+"""The name in safetensors of each dtype."""
+
+ALIGNMENT = 64
+"""Alignment in bytes at which XLA uses an array's memory without copying it."""
 
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
 """Weight files in formats that cannot be read."""
@@ -193,7 +198,27 @@ def read_object(path: Path) -> dict[str, Any]:
 def write_files(root: Path, tensors: dict[str, np.ndarray], config: dict[str, Any], form: str) -> None:
     """Writes `model.safetensors`, with `form` as the format in its metadata, and `config.json`."""
     root.mkdir(parents=True, exist_ok=True)
-    # Written to another file and then renamed: an interrupted save leaves the old file intact.
-    save_file(tensors, root / f".{ONE}", metadata={"format": form})
+    # Written to another file and then renamed: an interrupted save leaves the old file intact, and so do models that
+    # use the old one where it is mapped.
+    _write_tensors(root / f".{ONE}", tensors, form)
     os.replace(root / f".{ONE}", root / ONE)
     (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_tensors(path: Path, tensors: dict[str, np.ndarray], form: str) -> None:
+    """Writes a safetensors file in which tensors begin at multiples of 64 bytes, as far as their sizes allow it, so
+    that JAX can use them where the file is mapped. In files of the package `safetensors` they begin at multiples of 8.
+    """
+    head: dict[str, Any] = {"__metadata__": {"format": form}}
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].itemsize, name))
+    end = 0
+    for name in order:
+        x = tensors[name]
+        start, end = end, end + x.nbytes
+        head[name] = {"dtype": CODES[x.dtype.name], "shape": x.shape, "data_offsets": [start, end]}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)

@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from decodax.io.files import ALIGNMENT
+
 PAGE = 2 << 20
 """Bytes of a huge page."""
 
 BLOCK = 64 << 20
 """Size in bytes of the blocks that small arrays share."""
-
-ALIGNMENT = 64
-"""Alignment in bytes at which XLA uses an array's memory without copying it."""
 
 
 class HugeBlocks:
@@ -51,6 +50,12 @@ class HugeBlocks:
         found = self._block[self._at:self._at + size].view(kind).reshape(shape)
         self.left, self._at = self.left - size, self._at + -(-size // ALIGNMENT) * ALIGNMENT
         return found
+
+    def keep(self, own: np.ndarray) -> np.ndarray:
+        """Returns an array whose memory is elsewhere; `moved` leaves it there."""
+        self._ranges.append(range(start := own.ctypes.data, start + own.nbytes))
+        self.left -= own.nbytes
+        return own
 
     def moved(self, params: Any) -> Any:
         """Returns a pytree with its arrays on one CPU device in these blocks; others stay where they are."""

@@ -1,9 +1,10 @@
 """Time and memory of loading a large checkpoint against transformers, each load in a process of its own, in turn.
 
 The checkpoint is a Llama in bfloat16 with random weights in several safetensors files, or one of your own (`--model`).
-All files are read once before, so the system holds them in memory. Times begin after the imports. "Loaded" is the end
-of `dx.load` and of `from_pretrained`; "first forward" is the logits of a prompt of 16 tokens, for which decodax
-compiles a program and transformers reads the files that it has only mapped before. The peak is the largest memory of
+"Of dx.save" is the same model as `dx.save` writes it after `dx.load(dtype="bfloat16")`, with tensors where JAX can use
+them in the file. All files are read once before, so the system holds them in memory. Times begin after the imports.
+"Loaded" is the end of `dx.load` and of `from_pretrained`; "first token" is that of a prompt of 16 tokens, for which
+decodax compiles a program, and both read the files that they have only mapped before. The peak is the largest memory of
 the process until then (`ru_maxrss`), with its imports. The table gives medians, and medians of the ratios of
 neighbouring runs to transformers with weights of the same dtype.
 """
@@ -21,11 +22,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIDES = {"transformers, bfloat16": ("transformers", "bfloat16"), 'dtype="bfloat16"': ("decodax", "bfloat16"),
-         "transformers, float32": ("transformers", "float32"), 'dtype="float32"': ("decodax", "float32")}
-"""The program and the dtype of each row."""
+SIDES = {"transformers, bfloat16": ("transformers", "bfloat16", False),
+         'dtype="bfloat16"': ("decodax", "bfloat16", False),
+         'dtype="bfloat16", of dx.save': ("decodax", "bfloat16", True),
+         "transformers, float32": ("transformers", "float32", False),
+         'dtype="float32"': ("decodax", "float32", False)}
+"""The program and the dtype of each row, and whether it loads the directory that `dx.save` wrote."""
 
-FIGURES = ("loaded", "cpu", "peak", "first", "first_peak")
+FIGURES = ("loaded", "cpu", "peak", "first", "first_cpu", "first_peak")
 VOCABULARY, SHARD = 32_000, 10**9
 
 
@@ -84,7 +88,7 @@ def measure(program: str, root: str, dtype: str) -> dict[str, float]:
         architecture = json.loads((Path(root) / "config.json").read_text())["architectures"][0]
         family = getattr(transformers, architecture)        # imported here, by the first use of its name
         load = lambda: family.from_pretrained(root, dtype=dtype)
-        run: Any = lambda model: model(torch.tensor(prompt)).logits.sum().item()
+        run: Any = lambda model: model(torch.tensor(prompt)).logits[0, -1].argmax().item()
     else:
         import jax
         import jax.numpy as jnp
@@ -92,7 +96,7 @@ def measure(program: str, root: str, dtype: str) -> dict[str, float]:
         from decodax.io.load import load as decodax_load
 
         load = lambda: decodax_load(root, dtype=dtype)
-        run = lambda lm: jax.jit(lm.model.forward)(lm.params, jnp.array(prompt)).sum().item()
+        run = lambda lm: jax.jit(lm.model.forward)(lm.params, jnp.array(prompt))[0, -1].argmax().item()
     clock, before = time.perf_counter(), cpu()
     model = load()
     if program == "decodax":
@@ -100,7 +104,14 @@ def measure(program: str, root: str, dtype: str) -> dict[str, float]:
     found = {"loaded": time.perf_counter() - clock, "cpu": cpu() - before, "peak": peak()}
     with torch.no_grad() if program == "transformers" else contextlib.nullcontext():
         run(model)
-    return {**found, "first": time.perf_counter() - clock, "first_peak": peak()}
+    return {**found, "first": time.perf_counter() - clock, "first_cpu": cpu() - before, "first_peak": peak()}
+
+
+def save(root: str, to: str) -> None:
+    """Loads a directory in bfloat16 and writes it with `dx.save`."""
+    import decodax as dx
+
+    dx.save(dx.load(root, dtype="bfloat16"), to)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -113,24 +124,26 @@ def main(args: argparse.Namespace) -> None:
     call = lambda *words: subprocess.run([sys.executable, __file__, *words], check=True, text=True,
                                          stdout=subprocess.PIPE).stdout
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
-    with tempfile.TemporaryDirectory(dir=args.scratch) as made:
+    with tempfile.TemporaryDirectory(dir=args.scratch) as made, tempfile.TemporaryDirectory(dir=args.scratch) as saved:
         if args.model is None:
             call("write", made, str(args.size), str(args.width))
         root = args.model or made
-        size = sum(_read(path) for path in Path(root).glob("*.safetensors"))
+        call("save", root, saved)
+        size, _ = (sum(_read(path) for path in Path(place).glob("*.safetensors")) for place in (root, saved))
         for _ in range(args.repeats):
-            for name, own in SIDES.items():
-                found[name].append(json.loads(call("measure", root, *own).splitlines()[-1]))
+            for name, (program, dtype, own) in SIDES.items():
+                found[name].append(json.loads(call("measure", saved if own else root, program, dtype).splitlines()[-1]))
                 print(name, found[name][-1], file=sys.stderr, flush=True)
     rows = []
-    for name, (_, dtype) in SIDES.items():
+    for name, (_, dtype, _) in SIDES.items():
         times = {key: {other: [run[key] for run in runs] for other, runs in found.items()} for key in FIGURES}
         own = {key: median(times[key][name]) for key in FIGURES}
         over = lambda key: f"{ratio(times[key], name, f'transformers, {dtype}'):.2f}"       # noqa: B023
         rows.append([name, f"{own['loaded']:.1f} s", over("loaded"), f"{own['cpu']:.1f} s", f"{own['peak']:.2f} GB",
-                     over("peak"), f"{own['first']:.1f} s", over("first"), f"{own['first_peak']:.2f} GB",
-                     over("first_peak")])
-    show_table(["", "loaded", "ratio", "of CPUs", "peak", "ratio", "first forward", "ratio", "peak", "ratio"], rows,
+                     over("peak"), f"{own['first']:.1f} s", over("first"), f"{own['first_cpu']:.1f} s",
+                     f"{own['first_peak']:.2f} GB", over("first_peak")])
+    timed = ["ratio", "of CPUs", "peak", "ratio"]
+    show_table(["", "loaded", *timed, "first token", *timed], rows,
                f"{size / 10**9:.2f} GB, {args.repeats} runs", markdown=True)
 
 
@@ -144,5 +157,7 @@ if __name__ == "__main__":
     job, root, *words = sys.argv[1:]
     if job == "write":
         write(Path(root), float(words[0]), int(words[1]))
+    elif job == "save":
+        save(root, words[0])
     else:
         print(json.dumps(measure(words[0], root, words[1])))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.io import arrays
 from decodax.io.huge_pages import PAGE, move, moved
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux gives them")
@@ -60,3 +61,17 @@ def test_loading_and_packing_move_weights(how: str) -> None:
     lm = dx.load("pycode", weights="int8" if how == "load packed" else None)
     lm = dx.quantize(lm, "int8") if how == "quantize" else lm
     assert all(asked(*(x for x in jax.tree.leaves(lm.params) if x.size)))
+
+
+def test_a_saved_model_is_used_where_its_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and norms, whose values do not change when another model is saved over it."""
+    monkeypatch.setattr(arrays, "MAPPED", 0)
+    dx.save(dx.load("pycode-draft", dtype="bfloat16"), tmp_path)
+    lm = dx.load(tmp_path, dtype="bfloat16")
+    maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+            if str(tmp_path) in line]
+    inside = lambda x: any(int(a, 16) <= x.unsafe_buffer_pointer() < int(b, 16) for a, b in maps)
+    assert all(inside(x) for x in jax.tree.leaves(lm.params))
+    before = [np.array(x) for x in jax.tree.leaves(lm.params)]
+    dx.save(lm.with_params(jax.tree.map(lambda x: x + 1, lm.params)), tmp_path)
+    assert all((old == np.asarray(x)).all() for old, x in zip(before, jax.tree.leaves(lm.params), strict=True))
