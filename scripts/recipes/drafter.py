@@ -32,7 +32,8 @@ from decodax.jobs.own_chats import write_chats
 from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.models.drafters.units import UnitHead, frequent_units
 from decodax.train import corpus, loop
-from decodax.train.drafting.blocks import block_acceptances
+from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled, block_acceptances
+from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.masked import TunedDraftModel
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
@@ -237,8 +238,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
     first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.params
+    changes = isinstance(objective, AnchoredBlocks | Glanced)
     return Recipe(first, objective, lambda run: batches[run.step],
-                  lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: weights)
+                  lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish,
+                  extra=lambda run: Scheduled(weights, jnp.float32(run.share)) if changes else weights)
 
 
 def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shape: Shape, temperature: float) -> float:

@@ -4,6 +4,7 @@ those of a whole model, of a model and a head for the end of texts (NMST), or of
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 import decodax as dx
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
+from decodax.models import Diffusion
 from decodax.train.language_model import token_losses
 from decodax.train.tuning import (
     AnySubsetLoss,
@@ -64,14 +66,18 @@ class Tuned:
 class TunedAnySubset(Tuned):
     """An any-subset model, whose loss of hidden tokens is measured; the same ones each time."""
 
-    use = 'dx.algorithms.diffusion.assd(dx.load("DIRECTORY"), texts, {mask})'
+    use = 'dx.infill(dx.load("DIRECTORY"), pieces)'
 
     def __init__(self, lm: Any, objective: AnySubsetLoss, key: jax.Array):
         super().__init__(lm)
-        self.objective, self.key, self.use = jax.jit(objective), key, self.use.format(mask=objective.mask)
+        self.objective, self.key, self.mask = jax.jit(objective), key, objective.mask
 
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
         return self.objective(params, (tokens, learned), self.key)[0][None]
+
+    def write(self, target: Path, shipped: Any) -> None:
+        made = self.lm.with_params(jax.tree.map(np.asarray, shipped))
+        dx.save(replace(made, diffusion=Diffusion(self.mask, attention="any-subset")), target)
 
 
 class TunedEnd(Tuned):

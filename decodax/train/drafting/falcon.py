@@ -18,7 +18,7 @@ from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import Weights
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.blocks import Scheduled, key_of
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.unrolled import acceptance, smooth_l1, target_outputs
 from decodax.train.loop import cast
@@ -36,8 +36,8 @@ class Glanced:
         loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         features: weight of the smooth L1 distance to the target's hidden states; 10, since the paper weights the loss
             of tokens by 0.1.
-        glance: number of replaced blocks for each wrong token, `lambda`. In the paper it falls from 0.4 to 0, here it
-            is the mean.
+        glance: number of replaced blocks for each wrong token at the beginning of the run, `lambda`; it falls linearly
+            to 0.
         dtype: dtype of the computation.
     """
 
@@ -45,7 +45,7 @@ class Glanced:
     head: FalconHead
     loss: str = "0.9*kl+0.1*hard"
     features: float = 10.0
-    glance: float = 0.2
+    glance: float = 0.4
     dtype: str = "float32"
     ids: None = None
 
@@ -60,12 +60,12 @@ class Glanced:
         Args:
             params: the head's weights.
             batch: `i32[B, T + 1]`; the last token is not used.
-            extra: the target's weights.
+            extra: the target's weights, or `Scheduled`.
         """
-        tokens, k = batch[:, :-1], self.head.block
+        tokens, k, (weights, share) = batch[:, :-1], self.head.block, Scheduled.of(extra)
         T = tokens.shape[1]
-        target, features = target_outputs(self.target, self.head, extra, tokens, self.dtype)
-        weights, own = jax.lax.stop_gradient(extra), cast(params, self.dtype)
+        target, features = target_outputs(self.target, self.head, weights, tokens, self.dtype)
+        weights, own = jax.lax.stop_gradient(weights), cast(params, self.dtype)
         embed = lambda x: embeddings(self.target, weights, x).astype(features.dtype)
         project = lambda x: logits_of(self.target, weights, x)
         # the pair at p has the token at p + 1; it predicts the feature at p + k and the token at p + k + 1
@@ -76,7 +76,7 @@ class Glanced:
         wrong = (first.argmax(-1) != truth.argmax(-1)).sum(1)
         begins = jnp.broadcast_to((jnp.arange(count) % k == 0) & (jnp.arange(count) < count - 1), pairs.shape)
         order = jnp.where(begins, jax.random.uniform(key_of(tokens), pairs.shape), 2.0).argsort(1).argsort(1)
-        glanced = begins & (order < self.glance * wrong[:, None])
+        glanced = begins & (order < self.glance * (1 - share) * wrong[:, None])
         pairs = jnp.where(glanced, jnp.maximum(labels, 0), pairs)
         given = jnp.where(glanced[..., None], features[:, k:], features[:, :count])
         hidden = blocks(self.head, own, embed(pairs), given)
