@@ -101,7 +101,9 @@ def test_a_glance_shows_the_more_of_a_block_the_more_of_it_is_wrong():
     for done, most in ((0.0, 0.5), (0.5, 0.4), (1.0, 0.3)):
         share = np.asarray(of(jax.random.split(jax.random.key(1), 4000), done)).mean(0)     # standard error 0.008
         np.testing.assert_allclose(share, np.array([[0] * 4, [most / 2] * 4, [most, most, 0, 0]]), atol=0.035)
-    batch = tuple(map(jnp.asarray, pairs()))
+    draw = np.random.default_rng(2)
+    examples = [Example((*row, *draw.integers(3, 60, 5 + i)), len(row)) for i, row in enumerate(SOURCES)]
+    batch = tuple(map(jnp.asarray, pairs_of(examples, lm.start, 64)))
     key, glance = jax.random.split(key_of(batch[2]))
     place = batch[3] - (jax.random.uniform(key, batch[3].shape) * (batch[3] - 1)).astype(jnp.int32) - 1
     logits, labels = predicted(network, weights, batch, place, K, MASK)

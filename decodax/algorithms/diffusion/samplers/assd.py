@@ -272,7 +272,7 @@ def bigrams(c: Gaps, key: Array, count: int, greedy: Array, vocabulary: int) -> 
     rows = jnp.arange(B)[:, None]
     counts = lambda tokens, which: jnp.zeros((B, vocabulary)).at[rows, jnp.maximum(tokens, 0)].add(which)
     every = counts(c.tokens, known)
-    drafts = []
+    drafts: list[Array] = []
     for i in range(count):
         place = c.at(c.filled[:, None] + i)[0]
         last = take(c.tokens, jnp.maximum(place - 1, 0))
