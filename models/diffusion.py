@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from decodax.models.fields import checked
 
-Attention = Literal["full", "block-causal", "causal-prefix", "causal"]
+Attention = Literal["full", "block-causal", "causal-prefix", "causal", "any-subset"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,11 @@ class Diffusion:
         attention: the attention mask. "full": all positions attend to all, the prompt included. "block-causal": a
             position attends to its own block and earlier blocks, counted from the first token of the prompt.
             "causal-prefix": the text is causal; its last token and the masks after it attend to all of it and to one
-            another. "causal": masks, too, attend only to earlier positions.
+            another. "causal": masks, too, attend only to earlier positions. "any-subset": given tokens attend to one
+            another, a filled one also to those that were filled before it, and a mask to all of these and to no other
+            mask.
         block: number of positions in a block, or in the canvas after a causal text; None with full attention, where the
-            sampler chooses it.
+            sampler chooses it, and with any-subset attention.
         conditioning: number of channels of the embeddings of its last predictions that the model reads beside a canvas
             (self-conditioning); 0: it reads none.
     """
@@ -53,10 +55,12 @@ class Diffusion:
             raise ValueError(f"shift: got {self.shift!r}, takes True or False")
         if self.attention not in get_args(Attention):
             raise ValueError(f"attention: got {self.attention!r}, takes {', '.join(get_args(Attention))}")
-        if self.attention == "full" and self.block is not None:
-            raise ValueError(f"block: got {self.block}, takes None with full attention")
-        if self.attention != "full" and (not isinstance(self.block, int) or isinstance(self.block, bool)
-                                         or self.block < 1):
+        if self.attention == "any-subset" and self.shift:
+            raise ValueError("shift: got True, takes False with any-subset attention")
+        free = self.attention in ("full", "any-subset")
+        if free and self.block is not None:
+            raise ValueError(f"block: got {self.block}, takes None with {self.attention} attention")
+        if not free and (not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1):
             raise ValueError(f"block: got {self.block!r}, takes 1 or more with {self.attention} attention")
 
     @property

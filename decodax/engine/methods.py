@@ -8,7 +8,8 @@ import inspect
 import os
 from typing import Any
 
-from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.adapter import FillsCanvas
+from decodax.algorithms.diffusion.samplers.assd import assd
 from decodax.algorithms.diffusion.samplers.diffusion_gemma import diffusion_gemma
 from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.algorithms.plain import Autoregressive
@@ -133,8 +134,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     if isinstance(given, Configured) and given.entry.shelf == ALGORITHMS.kind:
         method = _built(given, lm, draft, rows)
     elif given is None:
-        method = Autoregressive() if lm.diffusion is None else llada(lm) if lm.diffusion.mask is not None else (
-            diffusion_gemma(lm))
+        method = _default(lm)
     elif isinstance(given, type):
         raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
     elif not isinstance(given, Algorithm):
@@ -156,10 +156,16 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     return method
 
 
+def _default(lm: LM) -> Algorithm:
+    """Returns the method of a model if none is given."""
+    if (d := lm.diffusion) is None:
+        return Autoregressive()
+    return assd(lm) if d.attention == "any-subset" else diffusion_gemma(lm) if d.mask is None else llada(lm)
+
+
 def _continues(method: Algorithm) -> bool:
     """Returns True for a method on a canvas that continues texts with an ordinary causal model."""
-    adapter = getattr(method, "adapter", None)
-    return isinstance(adapter, Adapter) and adapter.autoregressive
+    return isinstance(method, FillsCanvas) and method.adapter.autoregressive
 
 
 class _Same:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from decodax.algorithms.diffusion import MaskedDiffusion, Template
+from decodax.algorithms.diffusion import FillsCanvas
 from decodax.common.arguments import flag, id_rows, is_whole, whole
 from decodax.common.registry import Configured
 from decodax.common.struct import short
@@ -50,11 +50,11 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
     of it, a block-causal model only the rest of the block.
 
     Args:
-        lm: a masked diffusion model.
+        lm: a masked diffusion model, or an any-subset model.
         pieces: one text or a list of texts. A text is a list of strings or lists of token ids, and numbers; a number is
             a gap of that many tokens. A mask token in a piece, as an id or by its name, is a gap as well. Adjacent gaps
             are one gap. Each piece is tokenized separately.
-        algorithm: a sampler of masked diffusion. None: one position in each step, in the blocks of the model.
+        algorithm: a sampler of such models. None: one position in each step, in the blocks of the model, or `assd`.
         draft: draft model, for a sampler that needs one.
         seed: random seed, one for all texts or one for each.
         ends: True allows an end-of-sequence token (`eos_token_id`, default the model's) in a gap, which ends the gap
@@ -78,7 +78,7 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
     mask = method.adapter.mask
     if mask is None:
         raise ValueError(f"algorithm: got {method}, which has no mask token to put into gaps")
-    method = dataclasses.replace(method, adapter=dataclasses.replace(method.adapter, canvas=Template()))
+    method = method.infilling()
     ids = [template_of(lm, mask, row, i) for i, row in enumerate(_texts(pieces))]
     named = [given.pop(name) for name in ("eos", "eos_token_id") if name in given]
     eos = id_rows("eos_token_id", next((e for e in named if e is not None), []) if named else lm.eos, len(ids),
@@ -115,7 +115,7 @@ def _lists(rows: list[Any]) -> np.ndarray:
     return out
 
 
-def filling(lm: LM, algorithm: Any, draft: Any = None) -> MaskedDiffusion:
+def filling(lm: LM, algorithm: Any, draft: Any = None) -> FillsCanvas:
     """Returns the given sampler of masked diffusion, or the model's default one.
 
     Raises:
@@ -124,7 +124,7 @@ def filling(lm: LM, algorithm: Any, draft: Any = None) -> MaskedDiffusion:
     if lm.diffusion is None:
         raise ValueError(f"lm: got {lm.name}, which is autoregressive, takes a diffusion model")
     method = chosen(lm, algorithm, 1, draft)
-    if not isinstance(method, MaskedDiffusion):
+    if not isinstance(method, FillsCanvas):
         raise ValueError(f"algorithm: got {method}, takes a sampler of masked diffusion")
     return method
 
@@ -206,7 +206,7 @@ class Frame:
 
 
 def watch(lm: LM | str | os.PathLike[str], prompt: Prompt, *,
-          algorithm: MaskedDiffusion | Configured | str | None = None, every: int = 1, **options: Any) -> Watch:
+          algorithm: FillsCanvas | Configured | str | None = None, every: int = 1, **options: Any) -> Watch:
     """Yields the canvas of a text while it is denoised: before the first round and after each `every` rounds (`Frame`).
 
     >>> for frame in dx.watch(lm, "def fib(n):"): print(frame.text())             # doctest: +SKIP
@@ -222,7 +222,7 @@ class Watch(Live[Frame]):
     `close`."""
 
     def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, *,
-                 algorithm: MaskedDiffusion | Configured | str | None = None, every: int = 1, **options: Any):
+                 algorithm: FillsCanvas | Configured | str | None = None, every: int = 1, **options: Any):
         clock, lm = time.monotonic(), model(lm)
         self._every, self._begun = whole("every", every, 1), False
         method = filling(lm, algorithm, options.pop("draft", None))

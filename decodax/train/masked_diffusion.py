@@ -64,8 +64,8 @@ def check(kind: Diffusion) -> None:
     Raises:
         ValueError: models of this kind cannot be trained.
     """
-    if kind.attention == "causal":
-        raise ValueError("attention: got causal, takes full, block-causal or causal-prefix")
+    if kind.attention in ("causal", "any-subset"):
+        raise ValueError(f"attention: got {kind.attention}, takes full, block-causal or causal-prefix")
     if kind.attention != "full" and kind.shift:
         raise ValueError("shift: got True with blocks, takes False: a block is not visible to the token before it")
 

@@ -28,7 +28,7 @@ from decodax.jobs.own_chats import write_chats
 from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.models.drafters.units import UnitHead
 from decodax.train import corpus, loop
-from decodax.train.drafting.blocks import AnchoredBlocks, block_acceptances
+from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled, block_acceptances
 from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.features import KeptFeatures
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
@@ -155,8 +155,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
     first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.first
+    changes = isinstance(objective, AnchoredBlocks | Glanced)
     return Recipe(first, objective, lambda run: batches[run.step],
-                  lambda batch: rows * length, evaluate, finish, extra=lambda step: weights)
+                  lambda batch: rows * length, evaluate, finish,
+                  extra=lambda run: Scheduled(weights, jnp.float32(run.share)) if changes else weights)
 
 
 def kept_features(options: Options, objective: Any, batches: corpus.Batches, weights: Any,

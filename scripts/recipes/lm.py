@@ -112,6 +112,6 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     return Recipe(
         model.init_params(jax.random.key(options.seed)), NextTokens(
             model, options.dtype, teacher, options.mix, reference, options.keep), batch,
-        lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: (guide, learned),
+        lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda run: (guide, learned),
         # windows of the whole context take about a fifth longer for the same number of tokens
         shardings=shardings, decay_pace=1.2)

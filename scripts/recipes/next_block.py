@@ -107,4 +107,5 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             "where": "held-out" if out.any() else "training data"}))
         return f"{greedy} tokens a forward with beta=1 in blocks of {count}"
 
-    return Recipe(first, objective, lambda run: batches[run.step], lambda batch: int(batch[3].sum()), evaluate, finish)
+    return Recipe(first, objective, lambda run: batches[run.step], lambda batch: int(batch[3].sum()), evaluate, finish,
+                  extra=lambda run: jnp.float32(run.share))

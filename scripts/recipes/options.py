@@ -156,8 +156,9 @@ class Options:
                                "group of hamburger (default: 4), or tokens of a block of dparallel and "
                                "learn2pd (default: the block of the model, or 32)",
                                only="diffusion tune")
-    mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: "
-                               "the padding token)", None, "drafter tune")
+    mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
+                               "padding token; any-subset: if that ends texts, one that the data does not have)", None,
+                               "drafter tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")

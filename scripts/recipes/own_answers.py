@@ -129,4 +129,4 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
         return made
     return dataclasses.replace(made, params=dx.adapters.init(lm.params, key, o.lora, TARGETS),
                                objective=AdapterLoss(objective),
-                               extra=lambda step: (jax.random.fold_in(key, step), whole))
+                               extra=lambda run: (jax.random.fold_in(key, run.step), whole))

@@ -43,7 +43,7 @@ class Recipe:
     tokens: Callable[[Any], int]
     evaluate: Callable[[Tree, loop.TrainingRun], Mapping[str, float]]
     finish: Callable[[Path, Tree, Tree, dict[str, Any]], str]
-    extra: Callable[[int], Any] = lambda step: None
+    extra: Callable[[loop.TrainingRun], Any] = lambda run: None
     shardings: Tree | None = None
     decay_pace: float = 1.0
     rounded: bool = True
@@ -78,7 +78,7 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
     def advance(run: loop.TrainingRun) -> tuple[dict[str, jax.Array], int]:
         batch = made.batch(run)
         run.params, run.opt, scalars = loop.update(
-            made.objective, tx, run.params, run.opt, loop.place_batch(batch, mesh), made.extra(run.step),
+            made.objective, tx, run.params, run.opt, loop.place_batch(batch, mesh), made.extra(run),
             jnp.float32(run.schedule.rate(run.step)))
         return scalars, made.tokens(batch)
 

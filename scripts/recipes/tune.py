@@ -20,8 +20,9 @@ from rich.console import Console
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.models.drafters.hamburger import HamburgerHead
+from decodax.models.drafters.prompt_tokens import middle
 from decodax.train.language_model import WeightedAnswers
-from decodax.train.loop import Objective, place_batch
+from decodax.train.loop import Objective, TrainingRun, place_batch
 from decodax.train.tuning import (
     AnySubsetLoss,
     ConsistencyLoss,
@@ -56,9 +57,11 @@ from recipes.run import Recipe, target_of
 EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
 
+DRAFTING = ("cllm", "msn", "space", "s3d")
+"""Objectives for models that draft for themselves, whose tokens a forward are measured."""
+
 PROMPTS, NEW = 16, 64
 """Held-out prompts that decoding is measured on for some objectives, and the tokens that are decoded."""
-
 
 TOGETHER = 32
 """Prompts that are continued together before the training."""
@@ -143,7 +146,24 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
     return Tuned(lm, options.objective in ("layerskip", "soft"))
 
 
-def objective_of(options: Options, lm: Any) -> Objective:
+def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
+    """Returns the mask token of an any-subset model, which no text may have: `--mask`, the padding token, or if that
+    also begins or ends texts, the last token that the data does not have.
+
+    Raises:
+        ValueError: the data has all tokens.
+    """
+    if options.mask is not None:
+        return options.mask
+    if lm.pad not in (*ends_of(lm), lm.bos):
+        return int(lm.pad)
+    unused = np.setdiff1d(np.arange(lm.vocab_size), [*rows.tokens.ravel(), *ends_of(lm), lm.pad, lm.bos or 0])
+    if not unused.size:
+        raise ValueError("mask: got None, and the data has all tokens of the vocabulary; takes the id of one")
+    return int(unused[-1])
+
+
+def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
     """Returns the loss."""
     network, dtype = lm.model, options.dtype
     match options.objective:
@@ -171,10 +191,19 @@ def objective_of(options: Options, lm: Any) -> Objective:
         case "nmst":
             return SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
         case "any-subset":
-            return AnySubsetLoss(network, lm.pad if options.mask is None else options.mask, dtype=dtype)
+            return AnySubsetLoss(network, mask_of(options, lm, rows), dtype=dtype)
         case "autodeco":
             return DecodingHeadsLoss(network, dtype)
     return WeightedAnswers(network, 0.0, dtype)
+
+
+def drafting(options: Options, lm: Any) -> Speculative:
+    """Returns the method that models of an objective in `DRAFTING` are tuned for."""
+    span = options.span or SPAN
+    if options.objective in ("cllm", "msn"):
+        return Speculative(dx.drafts.Jacobi(options.block - 1 if options.block else span, "text"))
+    more = {"skip": options.skip} if options.objective == "s3d" else {}
+    return dx.algorithms.make(options.objective, lm, length=span, mask=options.mask, **more)
 
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
@@ -198,10 +227,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if fills:
         return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
                                   mesh, console)
-    objective, key = objective_of(options, lm), jax.random.key(options.seed)
+    objective, key = objective_of(options, lm, used), jax.random.key(options.seed)
     tuned = tuned_of(options, lm, objective, used, key)
-    figure = {"cllm": "jacobi_tokens_a_forward", "msn": "jacobi_tokens_a_forward", "hamburger": "tokens_a_forward"
-              }.get(str(options.objective))
     batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
     frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if options.objective == "autodeco" else ()
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
@@ -228,9 +255,9 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                       "iterations", soft_wrap=True)
         batches = TrajectoryBatches(found, batch, length, options.seed, end)
 
-    def extra(step: int) -> Any:
-        now = jax.random.fold_in(key, step)
-        return {"layerskip": (now, jnp.int32(step)), "scheduled-sampling": (now, jnp.int32(step)), "msn": now,
+    def extra(run: TrainingRun) -> Any:
+        now, step = jax.random.fold_in(key, run.step), jnp.int32(run.step)
+        return {"layerskip": (now, step), "scheduled-sampling": (now, step), "msn": now,
                 "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen)
                 }.get(str(options.objective))
 
@@ -247,14 +274,18 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return dict(zip(tuned.names, map(float, total / count), strict=True))
 
     def tokens_a_forward(params: Any) -> float:
-        """Returns the mean number of tokens of a round of HAMburger, or of Jacobi decoding."""
+        """Returns the mean number of tokens of a forward pass of the method that the model is tuned for."""
         if isinstance(tuned, TunedGroups):
-            params, method = params[0], dx.algorithms.make("hamburger", lm, tuned.drafter(params[1]))
+            own, method = lm.with_params(params[0]), dx.algorithms.make("hamburger", lm, tuned.drafter(params[1]))
         else:
-            method = Speculative(dx.drafts.Jacobi(options.block - 1 if options.block else options.span or SPAN, "text"))
-        made = dx.generate(lm.with_params(params), prompts_of(held, PROMPTS), algorithm=method, max_new_tokens=NEW,
-                           eos_token_id=[])
-        return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds))
+            own = lm.with_params(params)
+            method = drafting(options, own)
+        made = dx.generate(own, prompts_of(held, PROMPTS), algorithm=method, max_new_tokens=NEW, eos_token_id=[])
+        passes = 1.0
+        if options.objective == "s3d":      # a pass that drafts counts by its share of the layers
+            skip = middle(lm.model.depth) if options.skip is None else options.skip
+            passes = 2 - len(skip) / lm.model.depth
+        return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds)) / passes
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
         tuned.write(target, shipped)
@@ -262,9 +293,9 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         # placed as the trained weights are, which compiles nothing more
         before = losses(jax.device_put(tuned.start, tuned.shardings(mesh)
                                        or NamedSharding(mesh, PartitionSpec())))
-        if figure is not None:
+        if options.objective in DRAFTING or isinstance(tuned, TunedGroups):
             own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
-            before[figure], after[figure] = tokens_a_forward(tuned.start), tokens_a_forward(own)
+            before["tokens_a_forward"], after["tokens_a_forward"] = tokens_a_forward(tuned.start), tokens_a_forward(own)
         table = {name: (round(before[name], 4), round(after[name], 4)) for name in after}
         facts |= {"objective": options.objective, "target": options.target, "data": list(options.data),
                   "before": {k: v for k, (v, _) in table.items()}, "after": {k: v for k, (_, v) in table.items()}}

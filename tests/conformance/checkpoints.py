@@ -74,6 +74,9 @@ CHECKPOINTS = {
     "canvas": Checkpoint({**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
                           "mlp_bias": False, "diffusion": {"mask": MASK, "attention": "causal-prefix", "block": 8}},
                          seed=9),
+    "any-subset": Checkpoint({
+        **QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+        "mlp_bias": False, "diffusion": {"mask": MASK, "attention": "any-subset"}}, seed=14),
     "llada2": Checkpoint({
         **SIZES, "architectures": ["LLaDA2MoeModelLM"], "attention_dropout": 0.0, "block_size": 8,
         "embedding_dropout": 0.0, "eos_token_id": EOS, "first_k_dense_replace": 1, "head_dim": 8,

@@ -8,4 +8,5 @@ SPEAKS = {"full": Diffusion(MASK), "shifted": Diffusion(MASK, shift=True),
           "blocks": Diffusion(MASK, attention="block-causal", block=BLOCK),
           "shifted-blocks": Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK),
           "prefix": Diffusion(MASK, shift=True, attention="causal-prefix", block=BLOCK),
-          "canvas": Diffusion(MASK, attention="causal-prefix", block=BLOCK)}
+          "canvas": Diffusion(MASK, attention="causal-prefix", block=BLOCK),
+          "any-subset": Diffusion(MASK, attention="any-subset")}

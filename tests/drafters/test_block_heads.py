@@ -24,8 +24,9 @@ from decodax.models.drafters.block_training import blocks_at
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner, walk
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.stack import MedusaHead
-from decodax.train.drafting.blocks import AnchoredBlocks
+from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled
 from decodax.train.drafting.features import target_outputs
+from decodax.train.drafting.systems import objective_of
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES
@@ -172,7 +173,7 @@ def test_an_entry_of_the_registry_takes_a_trained_drafter(name):
 @pytest.mark.parametrize("name", ["dflash", "dspark", "domino"])
 def test_training_lowers_the_loss(name):
     network, target = model("llama")
-    objective = AnchoredBlocks(network, HEADS[name], anchors=6, base=0.3 if name == "domino" else 0.0)
+    objective = AnchoredBlocks(network, HEADS[name], anchors=6)
     batch = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (4, 25)), jnp.int32)
     step = jax.jit(jax.value_and_grad(lambda w: objective(w, batch, target), has_aux=True))
     weights = HEADS[name].init_params(jax.random.key(0))
@@ -183,6 +184,24 @@ def test_training_lowers_the_loss(name):
         weights = jax.tree.map(lambda w, g: w - 0.1 * jnp.sign(g) * 0.05, weights, grads)
     assert losses[-1] < losses[0] - 0.01 and set(scalars) == {"loss", *(f"accepted_{k + 1}" for k in range(
         HEADS[name].longest))}
+
+
+@pytest.mark.wide
+def test_dominos_loss_moves_from_the_logits_before_the_correction_to_those_after_it():
+    """lambda falls linearly from 1 to 0; at the beginning the correction is not trained."""
+    objective = objective_of("domino", lm("llama"))
+    assert objective.base == 1
+    network, target = model("llama")
+    objective = AnchoredBlocks(network, HEADS["domino"], anchors=6, loss="hard", base=1.0)
+    batch = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (4, 25)), jnp.int32)
+    weights = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape),
+                           HEADS["domino"].init_params(jax.random.key(0)))
+    run = jax.jit(jax.value_and_grad(lambda w, share: objective(w, batch, Scheduled(target, share))[0]))
+    (first, slope), (half, _), (last, _) = (run(weights, jnp.float32(share)) for share in (0, 0.5, 1))
+    assert float(half) == pytest.approx((float(first) + float(last)) / 2, rel=1e-5)
+    assert abs(float(first - last)) > 1e-4 and float(last) == pytest.approx(float(jax.jit(
+        lambda w: objective(w, batch, target)[0])(weights)), rel=1e-5)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(slope["correction"]))
 
 
 @pytest.mark.wide

@@ -14,6 +14,7 @@ from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
 from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.falcon import FalconHead
+from decodax.train.drafting.blocks import Scheduled
 from decodax.train.drafting.falcon import Glanced, blocks
 from decodax.train.drafting.features import target_outputs
 from tests.algorithms.speculative.uneven import UNEVEN
@@ -87,8 +88,9 @@ def test_a_glance_shows_truth_in_place_of_wrong_inputs_and_only_then_changes_the
     network, target = model("llama")
     source, weights = drafter()
     batch = jnp.asarray(np.random.default_rng(5).integers(0, VOCABULARY, (2, 21)), jnp.int32)
-    plain, glanced = (jax.jit(Glanced(network, source.head, glance=share))(weights.head, batch, target)[1]
-                      for share in (0.0, 1.0))
+    run = jax.jit(Glanced(network, source.head, glance=1.0))
+    plain, glanced = (run(weights.head, batch, Scheduled(target, share))[1] for share in (1.0, 0.0))
+    assert plain["loss"] == run(weights.head, batch, target)[1]["loss"]     # at the end of the run no glance is left
     assert float(plain["loss"]) != pytest.approx(float(glanced["loss"]), rel=1e-3)
     assert all(np.isfinite(x) for x in (*plain.values(), *glanced.values())) and set(plain) == {
         "loss", "accepted_1", "accepted_2"}

@@ -10,9 +10,11 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.speculative.drafts import NonAutoregressive
-from decodax.core.window import Window
+from decodax.core.window import Window, bidirectional
 from decodax.io.saving import save_encoder_decoder
 from decodax.models.drafters.mask_predictor import MaskPredictor
+from decodax.models.inputs import EncoderText
+from decodax.train.drafting.blocks import key_of
 from decodax.train.drafting.next_block import NextBlock, pairs_of, predicted, shallow
 from decodax.train.tuning import Example
 from tests.laws.cases import lm as decoder_only
@@ -57,7 +59,7 @@ def trained():
             weights, state = carry
             # the number of tokens after the end decides which places are drawn
             batch = (*given[:2], jnp.pad(given[2], ((0, 0), (0, 1))).at[:, -1].set(i), given[3])
-            loss, slope = jax.value_and_grad(lambda w: objective(w, batch, None)[0])(weights)
+            loss, slope = jax.value_and_grad(lambda w: objective(w, batch, i / 40)[0])(weights)
             updates, state = optimizer.update(slope, state)
             return (optax.apply_updates(weights, updates), state), loss
 
@@ -83,6 +85,40 @@ def drafter(tmp_path_factory):
     with pytest.raises(ValueError, match=r"^config: as a bart configuration it describes another model"):
         save_encoder_decoder(path, network, weights, {**ENTRIES, "decoder_layers": 2})
     return dx.load(path)
+
+
+@pytest.mark.wide
+def test_a_glance_shows_the_more_of_a_block_the_more_of_it_is_wrong():
+    """A share of 0.5 at the beginning and 0.3 at the end of the wrong tokens, as in hemingkx/SpecDec (commit abc479a);
+    only hidden tokens are learned."""
+    labels = np.array([[3, 5, 7, 2], [3, 5, 7, 2], [9, 4, -1, -1]])
+    answers = np.array([[3, 5, 7, 2], [3, 5, 6, 6], [1, 1, 1, 1]])      # none, two of four, and both are wrong
+    lm = loaded("bart")
+    network, weights = shallow(lm.model, lm.params, 1)
+    objective = NextBlock(network, K, MASK)
+    given = jax.nn.one_hot(answers, 16), jnp.asarray(labels)
+    of = jax.jit(jax.vmap(lambda key, done: objective.shown(key, *given, done), (0, None)))
+    for done, most in ((0.0, 0.5), (0.5, 0.4), (1.0, 0.3)):
+        share = np.asarray(of(jax.random.split(jax.random.key(1), 4000), done)).mean(0)     # standard error 0.008
+        np.testing.assert_allclose(share, np.array([[0] * 4, [most / 2] * 4, [most, most, 0, 0]]), atol=0.035)
+    draw = np.random.default_rng(2)
+    examples = [Example((*row, *draw.integers(3, 60, 5 + i)), len(row)) for i, row in enumerate(SOURCES)]
+    batch = tuple(map(jnp.asarray, pairs_of(examples, lm.start, 64)))
+    key, glance = jax.random.split(key_of(batch[2]))
+    place = batch[3] - (jax.random.uniform(key, batch[3].shape) * (batch[3] - 1)).astype(jnp.int32) - 1
+    logits, labels = predicted(network, weights, batch, place, K, MASK)
+    shown = np.asarray(objective.shown(glance, logits, labels, 0.0))
+    text = np.pad(np.asarray(batch[2]), ((0, 0), (0, K)))
+    losses = []
+    for row in range(len(text)):
+        n = int(place[row])
+        block = [int(labels[row, k]) if shown[row, k] else MASK for k in range(K)]
+        window = bidirectional(jnp.asarray([[*text[row, :n], *block]]), jnp.zeros(1, jnp.int32))
+        cache = network.init_cache(1, 0, params=weights, inputs=EncoderText(
+            tokens=batch[0][row:row + 1], length=batch[1][row:row + 1]))
+        p = jax.nn.log_softmax(network.apply(weights, window, cache).logits()[0])
+        losses += [-float(p[n + k, int(labels[row, k])]) for k in range(K) if labels[row, k] >= 0 and not shown[row, k]]
+    assert shown.any() and float(jax.jit(objective)(weights, batch, 0.0)[0]) == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 @pytest.mark.wide

@@ -34,6 +34,7 @@ from decodax.algorithms.diffusion.adapter import (
     Adapter,
     BlockCausal,
     CausalPrefix,
+    FillsCanvas,
     Full,
     Masks,
     Noise,
@@ -41,7 +42,6 @@ from decodax.algorithms.diffusion.adapter import (
     Template,
 )
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.assd import AnySubsetResult, assd
 from decodax.algorithms.diffusion.caching.blocks import BlockCache, FusedCache, NoCache
 from decodax.algorithms.diffusion.caching.dkv_cache import DelayedTokens, DKVCacheGreedy
 from decodax.algorithms.diffusion.caching.dllm_cache import Similarity
@@ -68,6 +68,7 @@ from decodax.algorithms.diffusion.rules.unmasking import All, Anchored, AtLeast,
 from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding, Whole, WholeBlocks
 from decodax.algorithms.diffusion.samplers.adablock import Delimited, OwnBlock
 from decodax.algorithms.diffusion.samplers.apd import LimitedLookahead, Product, Trailing
+from decodax.algorithms.diffusion.samplers.assd import AnySubset
 from decodax.algorithms.diffusion.samplers.ccd import Agreeing, Average
 from decodax.algorithms.diffusion.samplers.d2f import BlockPipeline, Pipelined
 from decodax.algorithms.diffusion.samplers.d3llm import Delayed, InTurn, WithBest
@@ -90,15 +91,15 @@ from decodax.algorithms.diffusion.samplers.ssd import BranchTree
 from decodax.algorithms.diffusion.stats import DistributionStats, statistics
 from decodax.algorithms.diffusion.view import Seen, View
 
-__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AnySubsetResult",
+__all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AnySubset",
            "AsIs", "AtLeast", "Average", "BlockCache", "BlockCausal", "BlockPipeline", "BlockQuota", "Blocks",
            "BranchExact", "BranchLater", "BranchTree", "Caching", "Canvas", "CausalPrefix", "ClosingToken", "Coins",
            "Confidence", "Confident", "ConfidentPrefix", "Credit", "DKVCacheGreedy", "Delayed", "DelayedTokens",
            "Delimited", "DiffusionRule", "DistributionStats", "Drift", "DualCache", "Edit", "EndOfText", "EntropyBound",
-           "Factor", "Filter", "FirstEnd", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "GuidedDiffusion",
-           "InTurn", "Keep", "Leading", "Learned", "LimitedLookahead", "LocalLeap", "Margin", "MaskBottom",
-           "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipelined", "Position",
-           "PredictedEnd", "PrefixCache", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Remask", "Renoise",
-           "Score", "Seen", "Segments", "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps", "Stop",
-           "SubBlockCache", "SubBlocks", "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask", "Verify",
-           "Vicinity", "View", "Whole", "WholeBlocks", "Windows", "WithBest", "assd", "statistics"]
+           "Factor", "FillsCanvas", "Filter", "FirstEnd", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap",
+           "GuidedDiffusion", "InTurn", "Keep", "Leading", "Learned", "LimitedLookahead", "LocalLeap", "Margin",
+           "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipelined",
+           "Position", "PredictedEnd", "PrefixCache", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Remask",
+           "Renoise", "Score", "Seen", "Segments", "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps",
+           "Stop", "SubBlockCache", "SubBlocks", "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask",
+           "Verify", "Vicinity", "View", "Whole", "WholeBlocks", "Windows", "WithBest", "statistics"]

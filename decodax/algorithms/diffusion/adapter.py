@@ -1,16 +1,18 @@
 """Adapter: describes how a model processes a canvas. It determines the position that logits predict, the positions that
-attend to each other, and the token of an undecided position."""
+attend to each other, and the token of an undecided position. `FillsCanvas` is the base of the methods that fill one."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
+from decodax.core.algorithm import Algorithm
 from decodax.core.keys import Purpose
 from decodax.core.loaded import Loaded
 
@@ -255,6 +257,8 @@ class Adapter:
         if d is None:
             raise ValueError(f"lm: got {model.name if isinstance(model, Loaded) else None}, which is autoregressive, "
                              "takes a diffusion model")
+        if d.attention == "any-subset":
+            raise ValueError("lm: got an any-subset model, which decodes with assd; takes a masked diffusion model")
         attention: AttentionPattern = Full()
         if d.attention == "block-causal":
             attention = BlockCausal(d.block)
@@ -271,3 +275,23 @@ class Adapter:
     def clean(self, head: Any) -> Any:
         """Wraps the model's `head`, so that the logit of the mask token is -inf."""
         return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)
+
+
+class FillsCanvas(Algorithm, abc.ABC):
+    """Base of methods that fill the open positions of a canvas: derive a frozen dataclass from it. Its state has the
+    text of each row by absolute position, `tokens` (`i32[B, N]`), True for positions that are not decided, `open`
+    (`bool[B, N]`), and the end of the text, `end` (`i32[B]`).
+
+    Attributes:
+        adapter: describes how the model processes the canvas.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def adapter(self) -> Adapter: ...
+
+    def infilling(self) -> Self:
+        """Returns the method for texts with given tokens after the first gap (`Template`)."""
+        return dataclasses.replace(self, adapter=dataclasses.replace(     # type: ignore[type-var]
+            self.adapter, canvas=Template()))

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.adapter import Adapter, FillsCanvas
 from decodax.algorithms.diffusion.caching.blocks import NoCache
 from decodax.algorithms.diffusion.canvas import Canvas, look, survey
 from decodax.algorithms.diffusion.guidance import guide
@@ -57,7 +57,7 @@ from decodax.core.window import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDiffusion(Varies, Paced, GuidesItself):
+class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
     """A sampler of masked diffusion, made of nine policies.
 
     Attributes:

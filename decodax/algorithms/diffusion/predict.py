@@ -26,8 +26,8 @@ from decodax.sampling.draw import winner
 
 
 @struct
-class _Decided(Struct):
-    """Replaces the state in the policy's transforms; its text is the decided tokens of the canvas."""
+class Decided(Struct):
+    """Replaces the state in the policy's transforms; its text is the decided tokens of the canvas, -1 elsewhere."""
 
     tokens: Array
     length: Array
@@ -66,8 +66,8 @@ def predictions(of: Any, params: Params, dist: Any, s: State, c: Canvas, drafts:
     place = jnp.arange(N, dtype=jnp.int32)
     unknown = c.open | (place >= c.end[:, None])
     inside = (place >= c.start[:, None]) & (place < c.start[:, None] + W)
-    text = _Decided(tokens=jnp.where(unknown | inside, -1, c.tokens), length=jnp.full(B, N, jnp.int32),
-                 prompt_length=s.prompt_length, key=s.key, policy=s.policy)
+    text = Decided(tokens=jnp.where(unknown | inside, -1, c.tokens), length=jnp.full(B, N, jnp.int32),
+                prompt_length=s.prompt_length, key=s.key, policy=s.policy)
     known = merge(~drafts.open & (drafts.positions < drafts.end[..., None]))
     window = Window(tokens=merge(drafts.tokens), positions=merge(drafts.positions), live=known,
                     mask=side_by_side(jnp.ones((1, W, W), bool), K))

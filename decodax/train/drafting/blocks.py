@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,18 @@ from decodax.train.loop import cast
 Tree = Any
 
 
+class Scheduled(NamedTuple):
+    """The third argument of a loss that changes during a run: the target's weights, and the share of the run that is
+    done, `f32[]`. The weights alone stand for the end of the run."""
+
+    weights: Tree
+    share: Array | float = 1.0
+
+    @classmethod
+    def of(cls, extra: Any) -> Scheduled:
+        return extra if isinstance(extra, cls) else cls(extra)
+
+
 @dataclass(frozen=True)
 class AnchoredBlocks:
     """The loss of a block head at random anchors of a text; the defaults are DSpark's.
@@ -36,7 +48,8 @@ class AnchoredBlocks:
         loss: name of the loss, see `decodax.train.drafting.losses`.
         gamma: the loss of the `k`-th draft of a block, from 0, has the weight `exp(-k / gamma)`.
         chance: weight of the cross-entropy of the predicted acceptance, for heads that predict it.
-        base: share of the loss for the logits before the correction (Domino).
+        base: share of the loss for the logits before the correction at the beginning of the run; it falls linearly to
+            0 (Domino's lambda, from 1).
         ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
         dtype: dtype of the computation.
     """
@@ -62,14 +75,15 @@ class AnchoredBlocks:
         Args:
             params: the head's weights.
             batch: `i32[B, T + 1]`, or the target's states of it; the last token is not used.
-            extra: the target's weights.
+            extra: the target's weights, or `Scheduled`.
         """
-        tokens, target, features = read_batch(self.target, self.head, extra, batch, self.dtype)
+        weights, share = Scheduled.of(extra)
+        tokens, target, features = read_batch(self.target, self.head, weights, batch, self.dtype)
         tokens = tokens[:, :-1]
         B, T = tokens.shape
         usable = jnp.broadcast_to((jnp.arange(T) >= 1) & (jnp.arange(T) < T - 1), (B, T))
         anchors, begun = random_anchors(key_of(tokens), usable, self.anchors)
-        weights = jax.lax.stop_gradient(extra)
+        weights = jax.lax.stop_gradient(weights)
         blocks = blocks_at(self.head, cast(params, self.dtype), features.astype(self.dtype), tokens, anchors,
                            lambda x: embeddings(self.target, weights, x).astype(self.dtype),
                            lambda x: logits_of(self.target, weights, x))
@@ -82,9 +96,10 @@ class AnchoredBlocks:
         scalars = {f"accepted_{k + 1}": x for k, x in enumerate(jnp.where(live, accepted, 0).sum((0, 1)) / count)}
         truth, labels, known = restricted(truth, labels, self.ids)
         one = loss_of(self.loss)
-        each = (1 - self.base) * one(truth, blocks.logits, labels)
+        each = one(truth, blocks.logits, labels)
         if self.base:
-            each = each + self.base * one(truth, blocks.base, labels)
+            part = self.base * (1 - share)
+            each = (1 - part) * each + part * one(truth, blocks.base, labels)
         mean = lambda x, live: jnp.where(live, x * jnp.exp(-jnp.arange(x.shape[-1]) / self.gamma), 0).sum() / (
             jnp.maximum(live.sum(), 1))         # by their number, as in the authors' code, not by the weights' sum
         loss = mean(each, live & known)
@@ -111,4 +126,4 @@ def block_acceptances(objective: Any, weights: Tree, params: Tree, tokens: Array
     return jnp.stack([scalars[f"accepted_{k + 1}"] for k in range(objective.steps)])
 
 
-__all__ = ["AnchoredBlocks", "block_acceptances", "key_of"]
+__all__ = ["AnchoredBlocks", "Scheduled", "block_acceptances", "key_of"]

@@ -18,7 +18,7 @@ from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.head import Weights
 from decodax.pallas_kernels.window_attention import window_attention
-from decodax.train.drafting.blocks import key_of
+from decodax.train.drafting.blocks import Scheduled, key_of
 from decodax.train.drafting.features import TargetStates, read_batch
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.unrolled import acceptance, smooth_l1
@@ -37,8 +37,8 @@ class Glanced:
         loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         features: weight of the smooth L1 distance to the target's hidden states; 10, since the paper weights the loss
             of tokens by 0.1.
-        glance: number of replaced blocks for each wrong token, `lambda`. In the paper it falls from 0.4 to 0, here it
-            is the mean.
+        glance: number of replaced blocks for each wrong token at the beginning of the run, `lambda`; it falls linearly
+            to 0.
         dtype: dtype of the computation.
     """
 
@@ -46,7 +46,7 @@ class Glanced:
     head: FalconHead
     loss: str = "0.9*kl+0.1*hard"
     features: float = 10.0
-    glance: float = 0.2
+    glance: float = 0.4
     dtype: str = "float32"
     ids: None = None
 
@@ -61,12 +61,13 @@ class Glanced:
         Args:
             params: the head's weights.
             batch: `i32[B, T + 1]`, or the target's states of it; the last token is not used.
-            extra: the target's weights.
+            extra: the target's weights, or `Scheduled`.
         """
-        tokens, target, features = read_batch(self.target, self.head, extra, batch, self.dtype)
+        weights, share = Scheduled.of(extra)
+        tokens, target, features = read_batch(self.target, self.head, weights, batch, self.dtype)
         tokens, k = tokens[:, :-1], self.head.block
         T = tokens.shape[1]
-        weights, own = jax.lax.stop_gradient(extra), cast(params, self.dtype)
+        weights, own = jax.lax.stop_gradient(weights), cast(params, self.dtype)
         embed = lambda x: embeddings(self.target, weights, x).astype(features.dtype)
         project = lambda x: logits_of(self.target, weights, x)
         # the pair at p has the token at p + 1; it predicts the feature at p + k and the token at p + k + 1
@@ -77,7 +78,7 @@ class Glanced:
         wrong = (first.argmax(-1) != truth.argmax(-1)).sum(1)
         begins = jnp.broadcast_to((jnp.arange(count) % k == 0) & (jnp.arange(count) < count - 1), pairs.shape)
         order = jnp.where(begins, jax.random.uniform(key_of(tokens), pairs.shape), 2.0).argsort(1).argsort(1)
-        glanced = begins & (order < self.glance * wrong[:, None])
+        glanced = begins & (order < self.glance * (1 - share) * wrong[:, None])
         pairs = jnp.where(glanced, jnp.maximum(labels, 0), pairs)
         given = jnp.where(glanced[..., None], features[:, k:], features[:, :count])
         hidden = blocks(self.head, own, embed(pairs), given)

@@ -2,8 +2,8 @@
 SpecDec (Xia et al., 2023) and GAD (Ge et al., 2022).
 
 A text is cut at a random place, and the next block is predicted at masks after it. The papers' texts are the target's
-own outputs for the sources. The authors' code also reveals part of the block in training (glancing), which is left out
-here.
+own outputs for the sources. In training the drafter glances at the block (Qian et al., 2021): of the more tokens of a
+block it predicts wrongly, the more it is shown in a second pass, which learns the others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class NextBlock:
         drafts: number of masks `K`.
         mask: the mask token's id.
         dtype: dtype of the computation.
+        glance: probability with which a token is shown in a block whose tokens are all predicted wrongly, at the
+            beginning of the run and at its end; between them it is linear. Those of the authors' code.
     """
 
     network: MaskPredictor
     drafts: int
     mask: int
     dtype: str = "float32"
+    glance: tuple[float, float] = (0.5, 0.3)
 
     @property
     def steps(self) -> int:
@@ -56,33 +59,58 @@ class NextBlock:
 
     def __call__(self, params: Tree, batch: Batch, extra: Any) -> tuple[Array, dict[str, Array]]:
         """Returns the cross-entropy, a mean over masks with a token to predict, and scalars to log: "loss", and for
-        each mask the share of likeliest tokens that are the text's, "accepted_1" and so on.
+        each mask the share of likeliest tokens that are the text's, without a glance, "accepted_1" and so on.
 
         Args:
             params: the drafter's weights.
             batch: the pairs.
-            extra: not used.
+            extra: share of the run that is done, `f32[]`; None: the loss is without a glance.
         """
         _, _, tokens, length = batch
-        share = jax.random.uniform(key_of(tokens), length.shape)
+        key, glance = jax.random.split(key_of(tokens))
+        share = jax.random.uniform(key, length.shape)
         place = length - (share * (length - 1)).astype(jnp.int32) - 1          # 1 to length - 1
-        logits, labels = predicted(self.network, cast(params, self.dtype), batch, place, self.drafts, self.mask)
+        own = cast(params, self.dtype)
+        logits, labels = predicted(self.network, own, batch, place, self.drafts, self.mask)
         live = labels >= 0
         many = jnp.maximum(live.sum(0), 1)
         right = ((logits.argmax(-1) == labels) & live).sum(0) / many
+        if extra is not None:
+            shown = self.shown(glance, jax.lax.stop_gradient(logits), labels, extra)
+            logits, live = predicted(self.network, own, batch, place, self.drafts, self.mask, shown)[0], live & ~shown
         loss = jnp.where(live, cross_entropy(logits, jnp.maximum(labels, 0)), 0).sum() / jnp.maximum(live.sum(), 1)
         return loss, {"loss": loss, **{f"accepted_{k + 1}": x for k, x in enumerate(right)}}
 
+    def shown(self, key: Array, logits: Array, labels: Array, done: Array) -> Array:
+        """Returns the tokens of a block that are shown, `bool[B, K]`, each with a probability that is the share of
+        wrong predictions in its block times `glance`.
 
-def predicted(network: MaskPredictor, params: Tree, batch: Batch, place: Array, count: int,
-              mask: int) -> tuple[Array, Array]:
+        Args:
+            key: a random key.
+            logits: `f32[B, K, V]`, predictions without a glance.
+            labels: `i32[B, K]`, the tokens, -1 after the end of the text.
+            done: share of the run that is done, `f32[]`.
+        """
+        live = labels >= 0
+        wrong = ((logits.argmax(-1) != labels) & live).sum(1) / jnp.maximum(live.sum(1), 1)
+        most = self.glance[0] + (self.glance[1] - self.glance[0]) * done
+        return live & (jax.random.uniform(key, labels.shape) < (most * wrong)[:, None])
+
+
+def predicted(network: MaskPredictor, params: Tree, batch: Batch, place: Array, count: int, mask: int,
+              shown: Array | None = None) -> tuple[Array, Array]:
     """Returns the drafter's logits `f32[B, K, V]` for the `count` tokens from `place` (`i32[B]`) on, given the tokens
-    before, and these tokens `i32[B, K]`, -1 after the end of the text."""
+    before, and these tokens `i32[B, K]`, -1 after the end of the text. Those in `shown` (`bool[B, K]`) are given,
+    too."""
     source, size, tokens, length = batch
     cache = network.init_cache(tokens.shape[0], 0, params=params, inputs=EncoderText(tokens=source, length=size))
-    out = network.apply(params, masked_block(tokens, place, count, mask), cache)
+    window = masked_block(tokens, place, count, mask)
     at = place[:, None] + jnp.arange(count, dtype=jnp.int32)
     labels = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1), 1)
+    if shown is not None:
+        given = jnp.where(shown, labels, mask)
+        window = window.replace(tokens=jax.vmap(lambda row, at, x: row.at[at].set(x))(window.tokens, at, given))
+    out = network.apply(params, window, cache)
     return out.logits(at), jnp.where(at < length[:, None], labels, -1)
 
 

@@ -214,7 +214,8 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     chosen = None if ids is None else tuple(map(int, ids))
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
-        return AnchoredBlocks(lm.model, head, loss=loss or own.loss, ids=chosen, dtype=dtype)
+        return AnchoredBlocks(lm.model, head, loss=loss or own.loss, base=float(system == "domino"), ids=chosen,
+                              dtype=dtype)
     if isinstance(head, FalconHead):
         head = dataclasses.replace(head, block=drafts or own.drafts)
         return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)

@@ -1,6 +1,6 @@
 """The training of any-subset models (Guo and Ermon, 2025), as in their paper with the order of decoding from left to
 right: a random share of the target is hidden, and each hidden token is predicted after the known ones and the hidden
-ones before it. A row takes one forward pass in two streams (`decodax.algorithms.diffusion.assd`)."""
+ones before it. A row takes one forward pass in two streams (`decodax.algorithms.diffusion.samplers.assd`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,33 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.assd import two_stream
+from decodax.core.window import Window
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
 from decodax.train.tuning.exits import learned_mean
 
 Tree = Any
+
+
+def two_stream(tokens: Array, ranks: Array, live: Array, asked: Array, limits: Array, mask: int) -> Window:
+    """Returns the window of texts with nodes that ask for some of their tokens, which follow those of the texts.
+
+    Args:
+        tokens: `i32[B, N]`.
+        ranks: `i32[B, N]`, place of each token in the order of decoding; 0 for given tokens, which see each other.
+        live: `bool[B, N]`, the tokens that are known.
+        asked: `i32[B, K]`, positions of the tokens that are asked for.
+        limits: `i32[B, K]`; a node that asks sees the known tokens of lower ranks.
+        mask: id of the mask token.
+    """
+    (B, N), K = tokens.shape, asked.shape[1]
+    own = jnp.broadcast_to(jnp.eye(K, dtype=bool), (B, K, K))
+    text = jnp.pad(ranks[:, None, :] <= ranks[:, :, None], ((0, 0), (0, 0), (0, K)))
+    asking = jnp.concatenate([ranks[:, None, :] < limits[:, :, None], own], 2)
+    here = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32), (B, N))
+    return Window(tokens=jnp.pad(tokens, ((0, 0), (0, K)), constant_values=mask),
+                  positions=jnp.concatenate([here, asked], 1), mask=jnp.concatenate([text, asking], 1),
+                  live=jnp.pad(live, ((0, 0), (0, K)), constant_values=True))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ those of a whole model, of a model and the parts around it (NMST, HAMburger), or
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from decodax.algorithms.contrastive.nmst import FILE, NAME
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.io.drafters.hamburger import FOLDER
 from decodax.io.quantize import save
-from decodax.models import Transformer
+from decodax.models import Diffusion, Transformer
 from decodax.models.packed import Packed
 from decodax.train.language_model import token_losses
 from decodax.train.tuning import (
@@ -70,14 +71,18 @@ class Tuned:
 class TunedAnySubset(Tuned):
     """An any-subset model, whose loss of hidden tokens is measured; the same ones each time."""
 
-    use = 'dx.algorithms.diffusion.assd(dx.load("DIRECTORY"), texts, {mask})'
+    use = 'dx.infill(dx.load("DIRECTORY"), pieces)'
 
     def __init__(self, lm: Any, objective: AnySubsetLoss, key: jax.Array):
         super().__init__(lm)
-        self.objective, self.key, self.use = jax.jit(objective), key, self.use.format(mask=objective.mask)
+        self.objective, self.key, self.mask = jax.jit(objective), key, objective.mask
 
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
         return self.objective(params, (tokens, learned), self.key)[0][None]
+
+    def write(self, target: Path, shipped: Any) -> None:
+        made = self.lm.with_params(jax.tree.map(np.asarray, shipped))
+        dx.save(replace(made, diffusion=Diffusion(self.mask, attention="any-subset")), target)
 
 
 class TunedEnd(Tuned):

@@ -3,6 +3,7 @@
 from decodax.algorithms.diffusion.samplers import (  # noqa: F401
     adablock,
     apd,
+    assd,
     ccd,
     d2f,
     d3llm,
