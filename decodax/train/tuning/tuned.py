@@ -82,7 +82,7 @@ class TunedAnySubset(Tuned):
 
     def write(self, target: Path, shipped: Any) -> None:
         made = self.lm.with_params(jax.tree.map(np.asarray, shipped))
-        dx.save(replace(made, diffusion=Diffusion(self.mask, attention="any-subset")), target)
+        save(replace(made, diffusion=Diffusion(self.mask, attention="any-subset")), target)
 
 
 class TunedEnd(Tuned):
