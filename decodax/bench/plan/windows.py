@@ -75,7 +75,7 @@ class LengthCosts:
                                                                    strict=True)}
         length, speedup = self.pays
         return (str(self.batch), self.system, f"{1e3 * self.plain:.2f} ms", *(known.get(k, "") for k in lengths),
-                f"{length} drafts, {speedup:.2f}" if length else "plain, 1.00")
+                f"{length} draft{'s' * (length > 1)}, {speedup:.2f}" if length else "plain, 1.00")
 
     def json(self) -> dict[str, Any]:
         """Returns the prediction as plain data for JSON."""
@@ -165,8 +165,8 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
             "cut to each length; another model's differ",
             f"each row holds {live:,} of {capacity:,} tokens",
             "a round takes the larger of the time of its memory traffic, " + (
-                "as XLA compiled it" if compiled else "counted from shapes") + ", and that of its matrix products, at "
-            "peak speed, plus collectives, and nothing else",
+                "as XLA compiled it" if compiled else "counted from shapes without what heads read") + (
+                ", and that of its matrix products, at peak speed, plus collectives, and nothing else"),
             "trained drafters are networks of the same method for the large model, replicated on the mesh"]
     if draft_share is not None:
         said.append(f"a draft model's step costs {draft_share:.3f} of a plain round, its share of the bytes here")
