@@ -5,7 +5,6 @@
     python scripts/evaluate.py caches snapkv "knorm:skip_layers=()" --length 2048 --plot caches.png
     python scripts/evaluate.py drafts                                   # drafts on smaller caches
     python scripts/evaluate.py search --plot docs/choose/search.png            # samples, votes and searches
-    python scripts/evaluate.py weights int8 int4 --text FILE --model MODEL.gguf
     python scripts/evaluate.py schemas JSON-Schema-Test-Suite/tests/draft2020-12
 
 `schemas` reads a clone of https://github.com/json-schema-org/JSON-Schema-Test-Suite. `evaluate.py NAME --help` lists
@@ -40,11 +39,6 @@ EVALUATIONS = {
                       problems=20, length=1024, seed=0),
     "search": Command("right answers of samples, votes and searches against tokens", model="sums", methods=(str,),
                       rows=(1, 2, 4, 8, 16, 32), problems=200, numbers=6, temperature=0.8, errors=0.1, seed=0, **FILES),
-    "weights": Command("the perplexity of a text under formats of weights",
-                       formats=given("*", default=("int8", "fp8", "int4", "int4:group=32", "mxfp4", "q4_0")),
-                       text=dict(type=Path, required=True, help="a file of text"), model="pycode",
-                       window=dict(default=512, type=int, help="tokens of a piece"),
-                       pieces=dict(default=8, type=int, help="number of pieces"), markdown=False),
     "schemas": Command("the agreement of `json_schema` with JSON Schema's own test suite",
                        directory=given(None, Path, help="tests of a draft, such as tests/draft2020-12"), optional=False,
                        typed=False),
@@ -60,7 +54,6 @@ MEANING = {
     "mode": "whether a policy sees the question", "length": "words of the texts", "seeds": "seeds of the texts",
     "figures": "print and draw what --json wrote before, instead of measuring", "methods": "methods (default: all)",
     "rows": "rows of a problem", "numbers": "count of numbers of a sum",
-    "formats": "formats of weights, as of `dx.load(weights=)`",
     "errors": "share of texts that the verifier is wrong about", "optional": "also read the directories below it",
     "typed": "give schemas with keywords of one type that type"}
 """Help of the options."""
