@@ -11,6 +11,7 @@ import decodax as dx
 from decodax.algorithms.plain import Autoregressive
 from decodax.bench import compare, tasks
 from decodax.cli import commands as cli
+from decodax.cli import contenders
 from decodax.common.registry import ALGORITHMS, Entry
 from decodax.core.algorithm import Traits
 from decodax.core.state import Status
@@ -267,10 +268,10 @@ def test_a_system_that_depends_on_the_batch_size_is_made_for_each(monkeypatch: p
 
     entry = Entry("algorithms", "sized", make, "", "", "", guarantee="seed-exact")
     monkeypatch.setitem(ALGORITHMS, "sized", entry)
-    contender: Any = cli.contender_of("sized", {"length": 3}, LM, None)
+    contender: Any = contenders.contender_of("sized", {"length": 3}, LM, None)
     assert contender(8) == (8, 3)
-    assert cli.contender_of("sized", {"batch": 4}, LM, None) == (4, 2)
-    assert "autoregressive" not in cli.systems_of(["all"], "pycode")
+    assert contenders.contender_of("sized", {"batch": 4}, LM, None) == (4, 2)
+    assert "autoregressive" not in contenders.systems_of(["all"], "pycode")
 
 
 def test_each_method_gets_the_drafter_that_was_trained_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,17 +281,17 @@ def test_each_method_gets_the_drafter_that_was_trained_for_it(monkeypatch: pytes
         entry: Any = Entry("algorithms", name, make, "", "", "", needs=needs, guarantee="seed-exact")  # type: ignore[arg-type]
         monkeypatch.setitem(ALGORITHMS, name, entry)
     drafters = {"hydra": "H", "medusa": "M"}
-    made = {name: cli.contender_of(name, {}, LM, "small", drafters) for name in takes}       # type: ignore[arg-type]
+    made = {name: contenders.contender_of(name, {}, LM, "small", drafters) for name in takes}       # type: ignore[arg-type]
     assert made == {"medusa": (LM, "M"), "plain-drafts": (LM, "small"), "either": (LM, "H")}
 
 
 def test_methods_that_take_drafters_of_several_trainings_find_them_and_it_is_said_which() -> None:
     one = lambda name: SimpleNamespace(name=name)
     drafters: Any = {"hass": one("runs/h"), "mtp": one("runs/m"), "medusa": one("runs/x")}
-    found = {name: cli.draft_among(name, None, drafters).name for name in ("eagle", "eagle-2", "mtp", "fastmtp")}
+    found = {name: contenders.draft_among(name, None, drafters).name for name in ("eagle", "eagle-2", "mtp", "fastmtp")}
     assert found == {"eagle": "runs/h", "eagle-2": "runs/h", "mtp": "runs/m", "fastmtp": "runs/m"}
-    assert {"eagle", "eagle-2", "mtp"} <= cli.systems_of(["all"], "none", drafters).keys()
+    assert {"eagle", "eagle-2", "mtp"} <= contenders.systems_of(["all"], "none", drafters).keys()
     chosen = {name: (name, None) for name in ("eagle", "eagle-2", "automatic", "prompt-lookup")}
-    assert cli.drafts_named(chosen, None, {"medusa": one("x"), "hass": one("h")}) == (
+    assert contenders.drafts_named(chosen, None, {"medusa": one("x"), "hass": one("h")}) == (
         "h for eagle and eagle-2, x for automatic")
-    assert cli.drafts_named({"eagle": ("eagle", None)}, None, drafters) == "runs/h"
+    assert contenders.drafts_named({"eagle": ("eagle", None)}, None, drafters) == "runs/h"

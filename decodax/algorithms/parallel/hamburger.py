@@ -32,7 +32,7 @@ from decodax.models.drafters.hamburger import HamburgerHead
 
 
 @struct
-class Position(Struct):
+class MergedPosition(Struct):
     """State of HAMburger: the newest position of each row.
 
     Attributes:
@@ -45,7 +45,7 @@ class Position(Struct):
 
 
 @struct
-class Group(Struct):
+class MergedGroup(Struct):
     """A hint (`Window.hints`): the group of each row that is written in a round, and that the model reads. Its merged
     embedding is that of the window's first node.
 
@@ -94,7 +94,7 @@ class Merging(AroundModel):
         return cache
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
-        group = window.hint(Group)
+        group = window.hint(MergedGroup)
         if group is None:           # a chunk of the prompt
             return self.base.apply(params, window, cache)
         assert window.embeddings is not None and window.embedded is not None
@@ -155,12 +155,12 @@ class Hamburger(GuidesItself):
         raise ValueError(f"guidance_scale: got {scale} with 'hamburger', whose decoder writes from the states of one "
                          "text; takes None, or another algorithm")
 
-    def init(self, params: Params, s: State) -> Position:
+    def init(self, params: Params, s: State) -> MergedPosition:
         dtype = params.draft[0]["places"].dtype
         shape = s.batch, self.head.read, self.head.config.width
-        return Position(features=jnp.zeros(shape, dtype), known=jnp.zeros(s.batch, bool))
+        return MergedPosition(features=jnp.zeros(shape, dtype), known=jnp.zeros(s.batch, bool))
 
-    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Position]:
+    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, MergedPosition]:
         tokens, count, hidden = self._written(params, policy, s)
         if (most := s.cache.max_commit()) is not None:
             count = jnp.minimum(count, most)
@@ -170,7 +170,7 @@ class Hamburger(GuidesItself):
         vector = self.head.merge(params.draft[0], embeddings(self.model, params.target, read), jnp.maximum(count, 1))
         window = causal(jnp.concatenate([newest, jnp.maximum(tokens[:, :-1], 0)], 1), s.length - 1,
                         jnp.broadcast_to(s.running[:, None], tokens.shape))
-        return window.replace(hints=(Group(tokens=tokens, count=count, hidden=hidden),),
+        return window.replace(hints=(MergedGroup(tokens=tokens, count=count, hidden=hidden),),
                               embeddings=jnp.broadcast_to(vector[:, None], (*tokens.shape, vector.shape[-1])),
                               embedded=jnp.broadcast_to(jnp.arange(self.length) == 0, tokens.shape)), s.algo
 
@@ -209,8 +209,8 @@ class Hamburger(GuidesItself):
         _, count, tokens, hidden, _ = carry
         return tokens, count, hidden
 
-    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Position) -> Decision:
-        group = window.hint(Group)
+    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: MergedPosition) -> Decision:
+        group = window.hint(MergedGroup)
         assert group is not None and out.layers is not None
         features = self.head.features(out.layers[-1], out.layers[:-1])[:, 0].astype(algo.features.dtype)
         # the slot depends on the output, or XLA on CPU copies the cache to protect its readers
@@ -218,7 +218,7 @@ class Hamburger(GuidesItself):
         source = jnp.broadcast_to(jnp.arange(self.length, dtype=jnp.int32), group.tokens.shape)
         return Decision(tokens=group.tokens, count=group.count, source=source,
                         slots=jnp.where(source == 0, slot[:, None], -1),
-                        algo=Position(features=features, known=jnp.ones_like(algo.known)))
+                        algo=MergedPosition(features=features, known=jnp.ones_like(algo.known)))
 
 
 @ALGORITHMS.register("hamburger", "HAMburger: Accelerating LLM Inference via Token Smashing", "Liu & Zhu 2025",
