@@ -283,8 +283,7 @@ def assembled(codes: np.ndarray, table: np.ndarray, whole: np.ndarray, weights: 
     """Returns the packed kernel of codes `u8[..., N, K]`, tables `[..., N, 2**bits]`, and `weights` to add where
     `whole`."""
     bits, (*above, N, K) = table.shape[-1].bit_length() - 1, codes.shape
-    dense = Lookup(codes=jnp.asarray(planes(codes, bits, np)), table=jnp.asarray(table), inputs=K)
-    dense = dense if platform() == "cpu" else for_platform(dense)
+    dense = for_platform(Lookup(codes=jnp.asarray(planes(codes, bits, np)), table=jnp.asarray(table), inputs=K))
     if not whole.any():
         return dense
     each = [(*np.nonzero(where), one[where]) for where, one in zip(whole.reshape(-1, N, K), weights.reshape(-1, N, K),

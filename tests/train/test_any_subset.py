@@ -112,8 +112,8 @@ def test_greedy_filling_and_continuing_take_the_likeliest_tokens() -> None:
 
 
 def test_n_gram_drafts_follow_how_often_tokens_follow_each_other() -> None:
-    """The probabilities are those of `ContextNGram` of gabeguo/any-order-speculative-decoding (commit 9a1fe2b) for the
-    same text: after 5 come 6 and 7, after 8, which nothing follows, all tokens by their number."""
+    """The shares are counted by hand: after 5 come 6 and 7, after 8, which nothing follows, all tokens by their
+    number."""
     text = [5, 6, 5, 6, 5, 7, MASK, 8, MASK, MASK, 5, MASK]
     gaps = [6, 8, 9, 11]
     n = 4000

@@ -185,7 +185,7 @@ def _system(name: str) -> str | None:
     """Returns the name in `SYSTEMS` of a method's drafter, or None."""
     from decodax.common.registry import ALGORITHMS
 
-    names = (ALGORITHMS[name].drafter, ALGORITHMS[name].alias_of, name, "fastmtp" if name == "mtp" else None)
+    names = (*ALGORITHMS[name].systems, name, "fastmtp" if name == "mtp" else None)
     return next((one for one in names if one in SYSTEMS), None)
 
 

@@ -108,8 +108,8 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     places = [place(i) for i in range(1 if rule.alone else count)]
     copied = {"embed": table, "lm_head.kernel": table if decoder.tied else head_tensor(family, files.home)}
     with TensorReader(files) as file:
-        own = {part for each in places for part, name in copied.items() if (copy := each.around.get(part)) in file
-               and not (name in file and file.equal(copy, name))}
+        own = {part for each in places for part, name in copied.items() if (copy := each.around.get(part)) is not None
+               and copy in file and not (name in file and file.equal(copy, name))}
     kind = kind_of(decoder, rule, any("experts." in name for name in found))
     one = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),

@@ -47,8 +47,8 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
     """
     whole = read_json(path / "config.json")
     if is_assistant(whole):
-        head, weights, order = read_assistant(tensors_in(path), dtype)
-        return "mtp", head, weights, None if order is None else jnp.asarray(order, jnp.int32)
+        assistant, weights, order = read_assistant(tensors_in(path), dtype)
+        return "mtp", assistant, weights, None if order is None else jnp.asarray(order, jnp.int32)
     if (found := further_in(path, whole)):
         return "mtp", *read_further(path, whole, found, dtype), None
     check_further(path, whole)

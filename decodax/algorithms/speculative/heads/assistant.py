@@ -91,7 +91,7 @@ class AssistantDraft(TrainedHead):
         newest = take(features, jnp.maximum(last, 0)[:, None])[:, 0].astype(state.feature.dtype)
         return Assisting(feature=jnp.where(last[:, None] >= 0, newest, state.feature))
 
-    def _run(self, params: Params, s: State, tokens: Array, state: Array) -> HeadStep:      # type: ignore[override]
+    def _run(self, params: Params, s: State, tokens: Array, state: Array) -> HeadStep:
         """Runs the head on nodes with the tokens `i32[B, w]` and the states of their parents, `f[B, w, D]`."""
         config = self.model.config
         layers, cache = self.head.reads(config), conditional(s)
