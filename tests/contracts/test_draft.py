@@ -20,6 +20,7 @@ from decodax.algorithms.beams.beam_search import BeamSearch
 from decodax.algorithms.beams.lexical import DynamicBeams, GridBeams, _Lexical
 from decodax.algorithms.beams.seal import CorpusBeams
 from decodax.algorithms.diffusion.round import Round
+from decodax.algorithms.diffusion.samplers.assd import Pass
 from decodax.algorithms.parallel.cascade import _Order
 from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative
 from decodax.algorithms.speculative.adaptive.arms import _Arm
@@ -152,7 +153,7 @@ MADE: dict[type, Callable[[], Any]] = {
     Adaptive: lambda: Adaptive(LINKED, Automatic((1.0,) * 3)),
     _Arm: lambda: _Arm(MADE[Adaptive](), 1), Counted: lambda: Counted(Speculative(ONE)),
     Piggyback: lambda: Piggyback(Speculative(ONE), 64, 16, 1), Mixed: lambda: Mixed(Speculative(ONE), 64, 16, 1)}
-WITHOUT = {Round, _Order}
+WITHOUT = {Round, _Order, Pass}
 """Those around methods that take no draft."""
 REFUSING = {cls: functools.partial(cls, 2, draft=ONE, **given) for cls, given in (
     (CorpusBeams, {}), *((cls, {"phrases": [[1]]}) for cls in (_Lexical, DynamicBeams, GridBeams)))}
@@ -176,7 +177,7 @@ def test_a_field_that_may_hold_a_draft_says_so() -> None:
     """Else the walk below would not find it. These of type Any hold networks, weights and kinds of caches."""
     open_ones = {(cls.__name__, f.name) for base in (Drafter, Algorithm) for cls in below(base)
                  if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls) if str(f.type) == "Any"}
-    assert {name for _, name in open_ones} <= {"model", "weights", "packed", "kind", "warm"}
+    assert {name for _, name in open_ones} <= {"model", "weights", "parameters", "projection", "packed", "kind", "warm"}
 
 
 def test_the_wrappers_are_found() -> None:

@@ -50,7 +50,7 @@ from decodax.models.families import family_of
 from decodax.models.further import FURTHER
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
-from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
+from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
 from decodax.models.routing import Experts
 from decodax.models.weight_source import nested
 
@@ -64,8 +64,8 @@ PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, DepthwiseHead, ParallelHead, AssistantHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
     PromptTokensHead, HiddenTransferHead, LookAheadHead, FalconHead, CrossKVHead, MixtureHead, UnitHead, HamburgerHead,
-    DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Yarn, Latent, Indexer,
-    Experts)}
+    DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Proportional, Yarn,
+    Latent, Indexer, Experts)}
 """The classes of which a head's configuration is made."""
 
 

@@ -156,6 +156,7 @@ def test_kernels_of_one_shape_are_packed_and_converted_by_one_program(file: Path
     assert len(shapes) == 15 and 1 <= len(Counted.traced) <= 5
     dx.save(lm, tmp_path)
     here, traced = Scaled.here, []
+    monkeypatch.setattr("decodax.models.packed.platform", lambda: "gpu")      # on CPU nothing is converted
     monkeypatch.setattr(Scaled, "here", lambda self: traced.append(self.shape) or here(self))
     dx.load(tmp_path)
     assert 1 <= len(traced) <= 5
