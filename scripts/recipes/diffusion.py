@@ -135,7 +135,7 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
         md.check(kind)
     made = Recipe(source.params, source.bound, lambda run: problem_batch(count, o.seed, run.step, o.weights or ()),
                   lambda batch: int(batch.live.sum()), lambda params, run: source.measure(params, False),
-                  partial(write, source), partial(jax.random.fold_in, jax.random.key(o.seed)))
+                  partial(write, source), lambda run: jax.random.fold_in(jax.random.key(o.seed), run.step))
     if o.stage is None and o.settings.text:
         windows = corpus.Batches(corpus.pack(source.tokenizer, source.documents), count, o.length or 1, o.seed)
 

@@ -104,7 +104,7 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
 
         return Recipe(start, filters.FilterLoss(), lambda run: chosen(examples, count, o.seed, run.step),
                       lambda batch: batch.final.size, lambda params, run: filters.figures(params, checked),
-                      write_filter, lambda step: jax.random.fold_in(key, step), rounded=False)
+                      write_filter, lambda run: jax.random.fold_in(key, run.step), rounded=False)
 
     whole = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     weights_of = lambda params: dx.adapters.apply(whole, params) if lora else params
@@ -124,7 +124,7 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
 
     made = Recipe(lm.params, objective, lambda run: chosen(answers, count, o.seed, run.step),
                   lambda batch: int(batch.live.sum()), lambda params, run: agreement(weights_of(params)), write,
-                  lambda step: jax.random.fold_in(key, step), rounded=False)
+                  lambda run: jax.random.fold_in(key, run.step), rounded=False)
     if not lora:
         return made
     return dataclasses.replace(made, params=dx.adapters.init(lm.params, key, o.lora, TARGETS),
