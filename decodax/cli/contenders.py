@@ -1,4 +1,4 @@
-"""What `decodax compare` compares: the methods of its arguments, and the draft model or trained drafter of each."""
+"""The methods that `decodax compare` runs, by its arguments, with the draft model or trained drafter of each."""
 
 from __future__ import annotations
 

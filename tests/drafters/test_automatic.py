@@ -45,7 +45,7 @@ COSTS = {1: (1.0, 1.1, 1.2, 1.4), 8: (1.0, 1.4, 2.2, 3.6), 32: (1.0, 2.6, 4.4, 7
                                   "xpress", "jetspec", "glide", "pard", "prompt-lookup"])
 def test_the_length_that_pays_is_chosen_for_each_batch_size_and_none_where_none_pays(
         name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a row that accepts 80% of the drafts at each depth: 1 + .8 + .64 + .51 + .41 + ... tokens a round."""
+    """If 80% of the drafts are accepted at each depth, a round has 1 + .8 + .64 + .51 + .41 + ... tokens."""
     lm, drafter = cases.lm("llama"), None
     if name == "pard":
         (tmp_path / "config.json").write_text(json.dumps({"pard_token": 5}))
@@ -85,7 +85,7 @@ class Scripted(Controller):
 @pytest.mark.parametrize("name", ["eagle-3", "dspark", "chimera", "medusa", "longspec", "falcon"])
 def test_a_head_that_is_told_later_of_rounds_without_drafts_knows_as_much(name: str,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is told of each round, whether the buffer is full before the drafts or not."""
+    """It drafts the same as a head that reads every round at once, whether or not the buffer fills up before."""
     monkeypatch.setattr(later, "MOST", 4)
     monkeypatch.setattr("decodax.algorithms.speculative.adaptive.arms.MOST", 4)
     lm = cases.lm("llama")

@@ -227,7 +227,7 @@ def test_dominos_correction_is_that_of_a_torch_gru():
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["jetspec", "dflash2", "dspark", "xpress"])
 def test_a_shorter_chain_has_a_shorter_block(name, monkeypatch):
-    """As many slots as its drafts need are computed; those of a causal head are what they are in a whole block."""
+    """The head computes as many slots as there are drafts; a causal head's are equal to those of a whole block."""
     source, weights = drafter(name)
     _, params, _, s = start(Speculative(source), "llama", prompts(3), {}, draft=weights)
     widths, step = [], BlockHead.step

@@ -83,7 +83,7 @@ def test_each_row_has_the_distribution_of_one_token_after_another() -> None:
 
 @pytest.mark.wide
 def test_texts_are_those_of_one_token_a_pass_in_no_more_passes_than_tokens() -> None:
-    """With one seed, greedy and sampled rows, by drafts of the model and of n-grams; the theorem of the paper."""
+    """The paper's theorem, with one seed, for greedy and sampled rows and for drafts of the model and of n-grams."""
     texts = [TEXT, [5, MASK], [9, *[MASK] * 9, 3, 3, 3, 3, MASK, 8], [6, 6, 7, 6, 7, MASK, 7, *[MASK] * 6]]
     gaps = np.array([text.count(MASK) for text in texts])
     prompt = dict(temperature=[0.0, 0.8, 0.0, 0.8], repetition_penalty=1.2, seed=4, logprobs=1)

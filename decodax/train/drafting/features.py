@@ -1,7 +1,8 @@
-"""What a target says of a text, written to a file once, for drafters that only read its hidden states.
+"""Batches with the target's hidden states, which are computed once and read from a file, for drafters that read nothing
+else of the target.
 
-A target that does not change says the same in every epoch. Where it is much larger than its drafter, as it mostly is,
-nearly all the time of a step is the target's.
+The target does not change, so its hidden states are the same in every epoch. It is mostly much larger than the drafter,
+and then its forward pass takes most of the time of a training step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Tree = Any
 
 
 class TargetStates(NamedTuple):
-    """A batch of windows with what the target says of them.
+    """A batch of windows with the target's hidden states.
 
     Attributes:
         tokens: `i32[B, T + 1]`.

@@ -290,8 +290,8 @@ def bigrams(c: Gaps, key: Array, count: int, greedy: Array, vocabulary: int) -> 
 def assd(lm: Any, k: Count = 10, draft_source: Literal["model", "ngram"] = "model") -> AnySubset:
     """Fills gaps from left to right, several tokens in a forward pass, with the text of one token after another.
 
-    For any-subset models: `dx.infill` fills gaps after all given tokens, those behind them too, and `dx.generate`
-    continues a text. Each token has the model's distribution after all tokens before it in the order of decoding, in
+    For any-subset models. In `dx.infill` every gap sees all given tokens, also those after it; `dx.generate` continues
+    a text. Each token has the model's distribution after all tokens before it in the order of decoding, in
     no more forward passes than tokens. Constraints, guidance and transforms that read a text in its order are refused.
     No shipped model is one. This tunes `pycode` and writes it to `runs/pycode-any-subset/model`:
 

@@ -26,7 +26,7 @@ MOST = 32
 
 @struct
 class Untold(Struct):
-    """What some drafts have not read of the target's output for the last tokens of each row.
+    """The target's hidden states at the last tokens of each row that some drafts have not read yet.
 
     Attributes:
         read: for each of the drafts, hidden states `f[B, MOST, D]` and those of layers, as in `Drafter.unread`.
