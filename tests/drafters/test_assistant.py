@@ -71,8 +71,8 @@ class Case:
         self.drafter = load_drafter(self.path, self.lm)
 
     def read(self, ids):
-        """What the target gives its assistant after all tokens but the last: the last hidden state, and keys and
-        values, of layers with a sliding window those that a query at the last token sees."""
+        """Returns what the assistant reads of the target after all tokens but the last: the last hidden state, and the
+        keys and values, of sliding layers only those in the window of the last token."""
         with torch.no_grad():
             out = self.target(input_ids=torch.tensor([ids[:-1]]), use_cache=False, output_hidden_states=True,
                               return_shared_kv_states=True)

@@ -25,7 +25,8 @@ from decodax.io.files import CheckpointError
 from decodax.models.names import flatten
 from decodax.sampling import build as policy
 from tests.drafters.drafting import drafted_logits
-from tests.io.gguf.converting import WITH_NEXT, converted
+from tests.io.gguf.converting import converted
+from tests.io.gguf.converting_next import WITH_NEXT
 from tests.io.quantised.test_quantised_checkpoints import assert_same_weights
 from tests.io.quantised.test_quantised_families import LEFT
 from tests.io.quantised.writer import KINDS, Tensors, write_safetensors

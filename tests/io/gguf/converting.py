@@ -320,49 +320,6 @@ KINDS = {
 """Small checkpoints by name."""
 
 
-NEXT = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "shared_head_norm",
-        "shared_head.head": "shared_head_head", "embed_tokens": "embed_tokens"}
-
-
-def next_layer(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Renames the tensors of a layer for multi-token prediction, as the package `gguf` does for GLM-4.5 alone."""
-    for theirs, own in NEXT.items():
-        if (found := re.fullmatch(rf"model\.layers\.(\d+)\.{re.escape(theirs)}\.weight", name)) is not None:
-            return {f"blk.{found[1]}.nextn.{own}.weight": x}
-    return {name: x}
-
-
-def glm4_moe(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
-    return next_layer(name.replace("e_score_correction_bias", "e_score_correction.bias"), x, c)
-
-
-def qwen3_5_next(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
-    whole = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
-             "norm": "shared_head.norm"}
-    count = c["num_hidden_layers"]
-    name = re.sub(r"^mtp\.layers\.(\d+)", lambda found: f"model.layers.{count + int(found[1])}", name)
-    name = re.sub(r"^mtp\.(\w+)\.weight$", lambda found: f"model.layers.{count}.{whole[found[1]]}.weight", name)
-    return {new: z for old, y in qwen3_5(name, x, c).items() for new, z in next_layer(old, y, c).items()}
-
-
-def with_next(metadata: Any) -> Any:
-    return lambda c, tensors: metadata(c, tensors) | {
-        "block_count": c["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
-
-
-WITH_NEXT = {
-    "qwen3.5": Kind("qwen35", "", with_next(delta), qwen3_5_next),
-    "glm4-moe": Kind("glm4moe", "", with_next(lambda c, t: {
-        "expert_count": c["n_routed_experts"], "expert_used_count": c["num_experts_per_tok"],
-        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_shared_count": c["n_shared_experts"],
-        "expert_weights_scale": float(c["routed_scaling_factor"]), "expert_weights_norm": c["norm_topk_prob"],
-        "leading_dense_block_count": c["first_k_dense_replace"], "expert_group_count": c["n_group"],
-        "expert_group_used_count": c["topk_group"], "attention.key_length": c["head_dim"],
-        "attention.value_length": c["head_dim"], "rope.dimension_count": int(c["head_dim"] * c.get(
-            "rope_parameters", c).get("partial_rotary_factor", 0.5))}), glm4_moe)}
-"""Checkpoints with a layer for multi-token prediction, by the name in `tests/drafters/test_further.py`."""
-
-
 def written(name: str, directory: Path) -> tuple[Path, Path]:
     """Returns the directory of a small checkpoint and its GGUF file."""
     kind = KINDS[name]

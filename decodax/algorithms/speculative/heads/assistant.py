@@ -9,20 +9,18 @@ layers would see from that position.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.drafts.self.self_draft import conditional
-from decodax.algorithms.speculative.heads.cross_kv import attention_to
+from decodax.algorithms.speculative.heads.cross_kv import ReadsTargetKeys, attention_to
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.common.struct import Struct, short, struct
-from decodax.core.cache import Feature
 from decodax.core.state import State
-from decodax.core.types import Decision, LayeredModel, Out, Params, embeddings
+from decodax.core.types import Decision, Out, Params, embeddings
 from decodax.core.window import Window, take
 from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.head import HeadStep
@@ -42,7 +40,7 @@ class Assisting(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantDraft(TrainedHead):
+class AssistantDraft(ReadsTargetKeys):
     """Drafts with an assistant.
 
     Attributes:
@@ -58,15 +56,6 @@ class AssistantDraft(TrainedHead):
     __repr__ = short
 
     head: AssistantHead
-    cache_needs: ClassVar[frozenset[Feature]] = TREES       # drafts attend to the cache without their own keys
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
-                             "values that the head reads")
-        self.head.check_target(self.model.config)
-
     def init(self, params: Params, s: State) -> Assisting:      # type: ignore[override]
         if not isinstance(params.draft, HeadWeights):
             raise ValueError("params: AssistantHead needs its HeadWeights in Params.draft")

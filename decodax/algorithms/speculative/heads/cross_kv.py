@@ -27,12 +27,32 @@ from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, LayeredModel, Out, Params, embeddings
 from decodax.core.window import Window, causal
+from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import HeadStep
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossKVDraft(TrainedHead):
+class ReadsTargetKeys(TrainedHead):
+    """Base class of drafts with a head that attends to the target's keys and values.
+
+    Raises:
+        ValueError: the target's layers are not known, or the head does not fit them.
+    """
+
+    head: AssistantHead | CrossKVHead
+    cache_needs: ClassVar[frozenset[Feature]] = TREES       # drafts attend to the cache without their own keys
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model, LayeredModel):
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
+                             "values that the head reads")
+        self.head.check_target(self.model.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossKVDraft(ReadsTargetKeys):
     """Drafts with a head that attends to the target's cache.
 
     Attributes:
@@ -48,15 +68,6 @@ class CrossKVDraft(TrainedHead):
     __repr__ = short
 
     head: CrossKVHead
-    cache_needs: ClassVar[frozenset[Feature]] = TREES       # drafts attend to the cache without their own keys
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
-                             "values that the head reads")
-        self.head.check_target(self.model.config)
-
     def init(self, params: Params, s: State) -> Drafting:      # type: ignore[override]
         if not isinstance(params.draft, HeadWeights):
             raise ValueError("params: CrossKVHead needs its HeadWeights in Params.draft")
@@ -156,4 +167,4 @@ def cross_kv(lm: Any, draft: Any, *systems: str) -> CrossKVDraft:
     return CrossKVDraft(made.model, made.head, made.weights)
 
 
-__all__ = ["CrossKVDraft", "attention_to", "cross_kv"]
+__all__ = ["CrossKVDraft", "ReadsTargetKeys", "attention_to", "cross_kv"]
