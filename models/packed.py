@@ -160,9 +160,9 @@ class AroundKernel(Packed):
 
 
 def for_platform(stored: Packed) -> Packed:
-    """Returns `stored.here()`, in one program for all kernels of a format and shape. On CPU kernels are multiplied as
-    they are stored, and a program would copy them."""
-    return stored if platform() == "cpu" else _here(stored)
+    """Returns `stored.here()`, in one program for all kernels of a format and shape. On CPU most kernels are multiplied
+    as they are stored, and a program would copy them."""
+    return stored.here() if platform() == "cpu" else _here(stored)
 
 
 @jax.jit
