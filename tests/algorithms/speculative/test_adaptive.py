@@ -36,7 +36,7 @@ def seen(arm, tried, held):
     """A round of rows of which each tried some depths and found some to hold."""
     tried, held = jnp.atleast_1d(jnp.array(tried)), jnp.atleast_1d(jnp.array(held))
     to = lambda n: jnp.arange(4) < n[:, None]
-    return RoundOutcome(arm=jnp.int32(arm), running=jnp.ones(tried.shape, bool), tokens=held + 1, accepted=held,
+    return RoundOutcome(arm=arm, running=jnp.ones(tried.shape, bool), tokens=held + 1, accepted=held,
                         tried=to(tried), held=to(held))
 
 

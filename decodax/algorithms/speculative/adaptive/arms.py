@@ -273,8 +273,7 @@ class _Arm(Around):
             held = tried & (take(paper.tokens, jnp.minimum(paper.next, K - 1)[:, None])[:, 0] == d.tokens[:, 0])
             at = paper.next[:, None] == jnp.arange(self.traits.emits - 1)
             control = self.adaptive.controller.note(
-                self.adaptive.known, control, seen.replace(arm=jnp.asarray(index, jnp.int32), tried=tried[:, None] & at,
-                                                     held=held[:, None] & at))
+                self.adaptive.known, control, seen.replace(arm=index, tried=tried[:, None] & at, held=held[:, None] & at))
             renewed.append(paper.replace(next=paper.next + 1, held=held))
         return control, tuple(renewed)
 
@@ -284,7 +283,7 @@ class _Arm(Around):
         assert d.accepted is not None
         depth, running = jnp.arange(1, self.traits.emits), s.running[:, None]
         seen = RoundOutcome(
-            arm=jnp.asarray(self.index, jnp.int32), running=s.running, tokens=d.count, accepted=d.accepted,
+            arm=self.index, running=s.running, tokens=d.count, accepted=d.accepted,
             tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.traits.emits),
             held=running & (depth <= d.accepted[:, None]))
         spare = self.traits.emits - d.tokens.shape[1]

@@ -6,11 +6,15 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome, for_rows, of_batch
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
+
+PLAIN = 8
+"""Number of rounds of plain decoding before the arms are compared again."""
 
 
 @struct
@@ -24,6 +28,7 @@ class Rates(Struct):
         wait: `i32[B]`, number of rounds until drafts that were given up are probed again. This field and those below
             are common to the batch (`of_batch`).
         probes: `i32[B]`, number of failed probes in a row; at least 1 after drafts were tried, 0 before.
+        stay: `i32[B]`, number of rounds for which plain decoding goes on before the arms are compared again.
         round: `i32[B]`, number of updates.
     """
 
@@ -31,6 +36,7 @@ class Rates(Struct):
     held: Array
     wait: Array
     probes: Array
+    stay: Array
     round: Array
 
 
@@ -80,10 +86,16 @@ class Automatic(Controller):
         tried = jnp.full((len(of), of.longest), 0.5, jnp.float32)
         free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) == 0)
         zero = jnp.zeros((), jnp.int32)
-        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero,
+        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero, stay=zero,
                               round=zero), batch)
 
     def choose(self, of: Arms, state: Rates, s: State) -> Array:
+        stay = of_batch(state.stay, state.round)
+        plain = of.lengths.index(min(of.lengths))
+        return lax.cond(stay > 0, lambda: jnp.int32(plain), lambda: self._compare(of, state, s))
+
+    def _compare(self, of: Arms, state: Rates, s: State) -> Array:
+        """Returns the arm with which the batch would finish first, or the best one with drafts if a probe is due."""
         arms, lengths = jnp.arange(len(of)), jnp.array(of.lengths)
         sum_of = lambda x: jnp.where(s.running[:, None, None], x, 0).sum(0)
         everywhere = sum_of(state.held) / jnp.maximum(sum_of(state.tried), 1e-6)
@@ -99,21 +111,25 @@ class Automatic(Controller):
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
     def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
-        lengths, costs = jnp.array(of.lengths), jnp.array(self.costs, jnp.float32)
-        plain = jnp.where(lengths == 0, costs, jnp.inf).min()
-        extra = jnp.where(jnp.isfinite(plain), jnp.maximum(costs[seen.arm] / plain - 1, 0), 0)
-        drafted = lengths[seen.arm] > 0
-        failed = drafted & ~seen.held[:, :1].any()
-        waited, before, round = of_batch((state.wait, state.probes, state.round), state.round)
-        probes = jnp.where(failed, jnp.minimum(before + 1, 16), jnp.where(drafted, 0, before))
-        wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
-        wait, probes, round = for_rows((jnp.where(drafted, wait, waited - 1), jnp.maximum(probes, drafted), round + 1),
-                                       len(seen.running))
-        return self.note(of, state.replace(wait=wait, probes=probes, round=round), seen)
+        waited, probes, stay, round = of_batch((state.wait, state.probes, state.stay, state.round), state.round)
+        if of.lengths[seen.arm] == 0:
+            # without drafts there is nothing to learn, unless some are compared on paper
+            stay = jnp.zeros_like(stay) if any(of.on_paper) else jnp.where(stay > 0, stay - 1, PLAIN - 1)
+            common = waited - 1, probes, stay, round + 1
+        else:
+            plain = min((cost for cost, length in zip(self.costs, of.lengths, strict=True) if not length), default=None)
+            extra = 0.0 if plain is None else max(self.costs[seen.arm] / plain - 1, 0)
+            failed = ~seen.held[:, :1].any()
+            probes = jnp.where(failed, jnp.minimum(probes + 1, 16), 0)
+            wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
+            common = wait, jnp.maximum(probes, 1), jnp.zeros_like(stay), round + 1
+            state = self.note(of, state, seen)
+        wait, probes, stay, round = for_rows(common, len(seen.running))
+        return state.replace(wait=wait, probes=probes, stay=stay, round=round)
 
     def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         """Returns the state after an observation of an arm's drafts, which counts for all arms with the same draft."""
-        family = jnp.array(of.families)
+        family = np.array(of.families)
         same = (family == family[seen.arm])[:, None] & seen.tried[:, None, :]
         fade = jnp.where(same, jnp.exp(-1 / self.memory), 1.0)
         return state.replace(tried=state.tried * fade + same,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.common.struct import Struct, struct
+from decodax.common.struct import Struct, static, struct
 from decodax.core.state import State
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class RoundOutcome(Struct):
     """The result of a round, for a controller.
 
     Attributes:
-        arm: `i32[]`, arm of the round.
+        arm: index of the arm of the round. Each arm has a program of its own, so this is a Python integer.
         running: `bool[B]`, rows that took part.
         tokens: `i32[B]`, number of decided tokens.
         accepted: `i32[B]`, number of accepted drafts.
@@ -51,7 +51,7 @@ class RoundOutcome(Struct):
         held: `bool[B, K]`, True if the draft at this depth was accepted, too; False if the row had no draft there.
     """
 
-    arm: Array
+    arm: int = static()
     running: Array
     tokens: Array
     accepted: Array

@@ -8,6 +8,7 @@ drafting is dropped. So the newest token, which the target has not processed yet
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any, ClassVar, Self
 
@@ -178,20 +179,25 @@ class TrainedHead(Source):
                 state: HeadState) -> HeadState:
         features, pairs, live = self._pairs(params, s, window, out, decision)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
-        cache = state.cache
-        if cache is None:                   # only the newest pair matters
-            at = jnp.maximum(last, 0)[:, None]
-            features = take(features, at)
-            pairs = causal(take(pairs.tokens, at), take(pairs.positions, at)[:, 0])
-        entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
-        step = self._step(params, pairs, self.head.follow(entered, state.state), 0, cache)
+        cache, found, newest = state.cache, last[:, None] >= 0, jnp.maximum(last, 0)[:, None]
+        alone = lambda: causal(take(pairs.tokens, newest), take(pairs.positions, newest)[:, 0])
+        if cache is None:
+            features, pairs = take(features, newest), alone()
+        states = self.head.follow(self.head.enter(params.draft.head, features.astype(self._dtype(params))), state.state)
+        if cache is not None and decision is None:
+            # of a chunk only the newest pair needs more than keys and values, so that XLA leaves out what follows these
+            # in the last layer
+            before = live & (jnp.arange(live.shape[1], dtype=jnp.int32) < last[:, None])
+            entries = self._step(params, pairs, states, 0, cache).entries
+            cache = _committed(cache, entries, before & _finite(entries), pairs.positions)
+            states, live, pairs = take(states, newest), found, alone()
+        step = self._step(params, pairs, states, 0, cache)
         if cache is not None:
             # the slots depend on the step, or XLA on CPU copies the cache to protect its readers
-            kept = live & jnp.isfinite(step.hidden).all(-1)
-            cache = cache.commit(step.entries, jnp.where(kept, pairs.positions, -1))
-        at = jnp.zeros_like(last) if state.cache is None else jnp.maximum(last, 0)
-        newest = lambda new, old: jnp.where(last[:, None] >= 0, take(new, at[:, None])[:, 0], old)
-        return HeadState(cache=cache, hidden=newest(step.hidden, state.hidden), state=newest(step.state, state.state))
+            cache = _committed(cache, step.entries, live & _finite(step.hidden), pairs.positions)
+        at = jnp.zeros_like(newest) if step.hidden.shape[1] == 1 else newest
+        kept = lambda new, old: jnp.where(found, take(new, at)[:, 0], old)
+        return HeadState(cache=cache, hidden=kept(step.hidden, state.hidden), state=kept(step.state, state.state))
 
     def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> HeadStep:
         """Runs the head on pairs: the tokens of a window, and the states before them."""
@@ -226,6 +232,16 @@ class TrainedHead(Source):
             return self._step(params, causal(nothing, nothing[:, 0]), state, 0, cache)
 
         return jax.eval_shape(one, params)
+
+
+def _finite(values: Any) -> Array:
+    """Returns which positions of arrays `[B, W, ...]` have finite numbers in all of them, `bool[B, W]`."""
+    return functools.reduce(jnp.logical_and, (jnp.isfinite(x).reshape(*x.shape[:2], -1).all(-1)
+                                              for x in jax.tree.leaves(values)))
+
+
+def _committed(cache: Cache, entries: Any, kept: Array, positions: Array) -> Cache:
+    return cache.commit(entries, jnp.where(kept, positions, -1))
 
 
 def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
