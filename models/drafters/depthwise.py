@@ -58,6 +58,10 @@ class DepthwiseHead(ModuleHead):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(own._replace(bias=True) for own in self.layer.kv_layers) * self.count
 
+    @property
+    def carries_state(self) -> bool:
+        return True
+
     def module(self, rngs: nnx.Rngs) -> DepthwiseNetwork:
         return DepthwiseNetwork(self, rngs)
 

@@ -95,6 +95,11 @@ class DraftHead(abc.ABC):
         return 0
 
     @property
+    def carries_state(self) -> bool:
+        """True if a verified pair also reads the state of the pair before; see `follow`."""
+        return False
+
+    @property
     def drafts_attend(self) -> bool:
         """True if drafted tokens have keys and values, too; False if the head attends for verified ones alone, so that
         `step` gets no attention function for drafted ones."""

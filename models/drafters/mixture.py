@@ -83,7 +83,8 @@ class MixtureNetwork(nnx.Module):
     def known(self, entries: list[tuple[Array, Array]], positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values of the cross-attention, from those of each of the target's layers, all `f[B, W,
         G, d]`."""
-        dtype = self.project.kernel[...].dtype
+        assert self.project.bias is not None
+        dtype = self.project.bias[...].dtype       # the kernel may be packed
         x = jnp.stack([jnp.concatenate([k, v], -1).reshape(*positions.shape, -1) for k, v in entries], 2).astype(dtype)
         x = x.reshape(-1, *x.shape[2:])         # the layers of a token are a sequence
         at = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])

@@ -20,6 +20,7 @@ from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead
 from decodax.train.drafting.unrolled import unrolled
 from tests.drafters import given
+from tests.drafters.fresh import fresh
 from tests.drafters.test_heads import HEADS, ONE
 
 read = lambda name: json.loads((Path(__file__).parent / name).read_text())
@@ -157,3 +158,29 @@ def test_a_drafter_of_another_target_or_method_is_refused(tmp_path):
         dx.generate(lm, "a", algorithm="hydra", draft=made)
     with pytest.raises(ValueError, match="'hydra' needs a drafter that was trained for 'pycode', and none is shipped"):
         dx.generate(lm, "a", algorithm="hydra")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["eagle-3", "medusa", "mixture-of-attentions", "dflash"])
+def test_drafters_may_be_packed_and_the_output_stays_plain_decodings(name, tmp_path):
+    lm = dx.load("pycode")
+    save_drafter(tmp_path, fresh(name, lm), dtype="float32")
+    packed, full = load_drafter(tmp_path, lm, weights="int8"), load_drafter(tmp_path, lm)
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert size(packed.params) < 0.4 * size(full.params)
+    options = dict(max_new_tokens=8, eos_token_id=[], temperature=1.0, seed=3)
+    plain = dx.generate(lm, ["def f(x):", "class A"], **options).tokens.tolist()
+    assert dx.generate(lm, ["def f(x):", "class A"], algorithm=name, draft=packed, **options).tokens.tolist() == plain
+
+
+@pytest.mark.wide
+def test_the_shipped_drafter_loses_nothing_in_eight_bits():
+    lm, options = dx.load("pycode"), dict(max_new_tokens=64, eos_token_id=[], temperature=0.0)
+    rounds = [dx.generate(lm, "def read(path):\n", algorithm="eagle-3", draft=load_drafter("pycode-eagle-3", lm, weights=w),
+                          **options).stats.rounds.sum() for w in (None, "int8")]
+    assert abs(int(rounds[0]) - int(rounds[1])) <= 1
+
+
+def test_a_format_that_needs_data_is_refused_for_a_drafter():
+    with pytest.raises(ValueError, match="weights: 'squeezellm' needs calibration data"):
+        load_drafter("pycode-eagle-3", weights="squeezellm")

@@ -47,9 +47,11 @@ from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.drafters.units import UnitHead
 from decodax.models.families import family_of
+from decodax.models.formats import Format, kernels, without_data
 from decodax.models.further import FURTHER
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
+from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
 from decodax.models.routing import Experts
 from decodax.models.weight_source import nested
@@ -136,7 +138,7 @@ def _found(path: str | os.PathLike[str]) -> Path:
 def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
                  feeds_back: FeedsBack | None = None, layers: Sequence[int] | None = None, mask: int | None = None,
-                 causal_sliding: bool | None = None) -> TrainedDrafter:
+                 causal_sliding: bool | None = None, weights: str | Format | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra and
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
     DSpark, Domino, DFlash2, JetSpec and XPress; Gemma 4's assistants), or the layers for multi-token prediction inside
@@ -157,6 +159,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         mask: for block heads, the mask token's id; None: as the file says.
         causal_sliding: for block heads, True if layers with a sliding window see a block in order, False if they see
             all of it; None: as the file says.
+        weights: the format in which the kernels are stored and multiplied, such as "int8", one that needs no
+            calibration data; None: arrays of `dtype`.
 
     Raises:
         ValueError: the directory holds no drafter, a tensor is missing or has another shape, the file leaves open what
@@ -177,12 +181,22 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         shape = None if depth is None else target.model.config
         how = Conventions(depth, layer_ids, feeds_back, layers, mask, causal_sliding, shape)
         made = TrainedDrafter(*read_published(path, kind, how), str(directory))
+    if (packing := without_data(weights)) is not None:
+        made = dataclasses.replace(made, params=_packed(made.params, packing))
     if target is not None:
         made.check(target)
         if target.mesh is not None:
             place = lambda x: jax.device_put(x, NamedSharding(target.mesh, PartitionSpec()))
             made = dataclasses.replace(made, params=jax.tree.map(place, made.params), ids=jax.tree.map(place, made.ids))
     return made
+
+
+def _packed(params: Weights, packing: Format) -> Weights:
+    """Returns weights with their kernels packed, one in memory after the other."""
+    pack = jax.jit(lambda kernel: packing.pack(kernel).here())
+    chosen = {path for path in kernels(params) if path != "embed" and packing.packs(path)}
+    return nested({path: pack(leaf) if path in chosen and not isinstance(leaf, Packed) else leaf
+                   for path, leaf in flatten(params).items()})
 
 
 def _read(path: Path, head: Any, dtype: Any) -> tuple[Weights, Array | None]:

@@ -184,7 +184,7 @@ class TrainedHead(Source):
         if cache is None:
             features, pairs = take(features, newest), alone()
         states = self.head.follow(self.head.enter(params.draft.head, features.astype(self._dtype(params))), state.state)
-        if cache is not None and decision is None:
+        if cache is not None and decision is None and not self.head.carries_state:
             # of a chunk only the newest pair needs more than keys and values, so that XLA leaves out what follows these
             # in the last layer
             before = live & (jnp.arange(live.shape[1], dtype=jnp.int32) < last[:, None])
@@ -221,7 +221,7 @@ class TrainedHead(Source):
         # of most weights: some, such as the corrections of a router, stay float32, and kernels may be packed
         leaves = jax.tree.leaves(params.draft.head, is_leaf=lambda x: isinstance(x, Packed))
         arrays = [x for x in leaves if not isinstance(x, Packed) and jnp.issubdtype(x.dtype, jnp.floating)]
-        return max(arrays, key=lambda x: x.size).dtype
+        return max(arrays, key=lambda x: x.size).dtype if arrays else jnp.float32
 
     def _shapes(self, params: Params, batch: int) -> HeadStep:
         """Returns shapes and dtypes of the head's output for one pair of each of `batch` rows."""
