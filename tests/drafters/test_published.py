@@ -176,8 +176,9 @@ def test_drafters_may_be_packed_and_the_output_stays_plain_decodings(name, tmp_p
 @pytest.mark.wide
 def test_the_shipped_drafter_loses_nothing_in_eight_bits():
     lm, options = dx.load("pycode"), dict(max_new_tokens=64, eos_token_id=[], temperature=0.0)
-    rounds = [dx.generate(lm, "def read(path):\n", algorithm="eagle-3", draft=load_drafter("pycode-eagle-3", lm, weights=w),
-                          **options).stats.rounds.sum() for w in (None, "int8")]
+    drafters = [load_drafter("pycode-eagle-3", lm, weights=weights) for weights in (None, "int8")]
+    rounds = [dx.generate(lm, "def read(path):\n", algorithm="eagle-3", draft=one, **options).stats.rounds.sum()
+              for one in drafters]
     assert abs(int(rounds[0]) - int(rounds[1])) <= 1
 
 

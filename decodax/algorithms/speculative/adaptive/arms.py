@@ -272,8 +272,8 @@ class _Arm(Around):
             tried = paper.held & (paper.next < K) & s.running
             held = tried & (take(paper.tokens, jnp.minimum(paper.next, K - 1)[:, None])[:, 0] == d.tokens[:, 0])
             at = paper.next[:, None] == jnp.arange(self.traits.emits - 1)
-            control = self.adaptive.controller.note(
-                self.adaptive.known, control, seen.replace(arm=index, tried=tried[:, None] & at, held=held[:, None] & at))
+            own = seen.replace(arm=index, tried=tried[:, None] & at, held=held[:, None] & at)
+            control = self.adaptive.controller.note(self.adaptive.known, control, own)
             renewed.append(paper.replace(next=paper.next + 1, held=held))
         return control, tuple(renewed)
 
