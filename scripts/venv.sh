@@ -16,7 +16,7 @@ install() {
     want=$("$venv/bin/python" -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())')
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         echo "installing decodax${extras:+ with the $extras extras}; the first time this takes a few minutes" >&2
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" >&2
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}" >&2
         echo "$want" > "$stamp"
     fi
 }

@@ -18,6 +18,8 @@ from decodax.algorithms.speculative.adaptive.measure import automatic_entry
 from decodax.algorithms.speculative.heads import drafting_source
 from decodax.algorithms.speculative.trees import Chain
 from decodax.core.state import State
+from decodax.core.types import Params
+from decodax.core.window import causal
 from decodax.io.drafters import save_drafter
 from decodax.io.load import LM
 from tests.drafters.fresh import fresh
@@ -65,6 +67,11 @@ def test_the_length_that_pays_is_chosen_for_each_batch_size_and_none_where_none_
     assert chosen == {1: lengths[-1], 8: 2, 32: 0}
 
 
+def _store(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(later, "MOST", most)
+    monkeypatch.setattr("decodax.algorithms.speculative.adaptive.arms.MOST", most)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scripted(Controller):
     """Takes the arms of a list in turn."""
@@ -85,11 +92,11 @@ class Scripted(Controller):
 @pytest.mark.parametrize("name", ["eagle-3", "dspark", "chimera", "medusa", "longspec", "falcon"])
 def test_a_head_that_is_told_later_of_rounds_without_drafts_knows_as_much(name: str,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drafts the same as a head that reads every round at once, whether or not the buffer fills up before."""
-    monkeypatch.setattr(later, "MOST", 4)
-    monkeypatch.setattr("decodax.algorithms.speculative.adaptive.arms.MOST", 4)
+    """It drafts the same as a head that reads every round at once, also if the store fills up before and the head does
+    not skip what is lost."""
     lm = cases.lm("llama")
     source: Any = drafting_source(lm, fresh(name, lm))
+    _store(monkeypatch, 8 if source.takes_gaps else 4)
     Eager: Any = dataclasses.dataclass(frozen=True)(type("Eager", (type(source),), {"defers": False}))
     eager = Eager(source.model, source.head, source.weights)
     options: Any = dict(new=30, size=64)
@@ -108,3 +115,38 @@ def test_a_head_that_is_told_later_of_rounds_without_drafts_knows_as_much(name: 
         for row, n in enumerate(np.asarray(told.length)):
             for new, held in zip(one.cache.kv, other.cache.kv, strict=True):
                 np.testing.assert_allclose(held[row, :, :n - 4], new[row, :, :n - 4], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.wide(but=("eagle-3",))
+@pytest.mark.parametrize("name", ["eagle-3", "p-eagle", "medusa"])
+def test_a_head_that_skips_rounds_drafts_as_if_their_tokens_were_not_there(name: str,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the output is that of plain decoding."""
+    lm = cases.lm("llama")
+    source: Any = drafting_source(lm, fresh(name, lm))
+    _store(monkeypatch, 4)
+    method = Adaptive((NOTHING, Speculative(source, shape=Chain(2))), Scripted((1, 1, *[0] * 9, 1, 1)))
+    options: Any = dict(new=30, size=64)
+    s = cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, **options)
+    assert cases.texts(s) == cases.texts(cases.decode(dx.Autoregressive(), "llama", cases.prompts(3), {}, **options))
+    head = s.algo[1][1]
+    if head.cache is None:
+        return
+    assert head.skipped.tolist() == [5] * 3     # of nine rounds the store holds four
+    for row, n in enumerate(np.asarray(head.cache.length)):
+        text = np.asarray(s.tokens[row, :int(s.length[row])])
+        out = lm.model.apply(lm.params, causal(jnp.asarray(text[None]), jnp.zeros(1, jnp.int32)),
+                             lm.model.init_cache(1, 64))
+        features = source.head.features(out.hidden, out.layers)
+        held = np.moveaxis(np.asarray(head.cache.kv[0][row, :, :n]), 0, 1)
+
+        def without(first: int, n: int = n, text: Any = text, features: Any = features) -> np.ndarray:
+            """The keys and values of a head that reads the text without five pairs."""
+            kept = np.delete(np.arange(n + 5), np.arange(first, first + 5))
+            pairs = causal(jnp.asarray(text[kept + 1][None]), jnp.zeros(1, jnp.int32))
+            weights = method.weights[1]
+            states = source.head.enter(weights.head, features[:, kept])
+            step = source._step(Params(lm.params, weights), pairs, states, 0, source.head.init_cache(1, 64, jnp.float32))
+            return np.asarray(jnp.concatenate(step.entries[0], -1))[0]
+
+        assert any(np.allclose(without(first), held, atol=2e-5, rtol=1e-5) for first in range(1, n))

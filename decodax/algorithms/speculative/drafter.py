@@ -51,6 +51,12 @@ class Drafter(Composed):
         """
         return None if all(part.reader is None for part in parts_of(self)) else self
 
+    @property
+    def takes_gaps(self) -> bool:
+        """True if of the rounds that it is told later all but the last may be left out: `observe` takes a chunk that
+        begins behind the end of what it has read."""
+        return False
+
     def init(self, params: Params, s: State) -> Any:
         """Returns the drafter's state for the prompts. Every leaf has an explicit dtype and a leading batch axis."""
         return None

@@ -239,7 +239,7 @@ class Split:
         back = time.perf_counter()
         with _on(side.s):
             text, state = _noted(arm, side.policy, side.s, state.cache, state.replace(cache=None), told)
-            control = _learned(self._controller, self._arms, side.control, told, jnp.int32(index))
+            control = _learned(self._controller, self._arms, side.control, told, index)
         return s, side.replace(s=text, state=state, control=control), (there - start, back - there)
 
     @property
@@ -350,10 +350,10 @@ def _choose(controller: Automatic, of: Arms, control: Any, s: State) -> Array:
     return controller.choose(of, control, s)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _learned(controller: Automatic, of: Arms, control: Any, told: Told, index: Array) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 4), donate_argnums=2)
+def _learned(controller: Automatic, of: Arms, control: Any, told: Told, index: int) -> Any:
     depth, running = jnp.arange(1, of.longest + 1), told.running[:, None]
-    length = jnp.array(of.lengths)[index]
+    length = of.lengths[index]
     seen = RoundOutcome(arm=index, running=told.running, tokens=told.accepted + 1, accepted=told.accepted,
                         tried=running & (depth <= told.accepted[:, None] + 1) & (depth <= length),
                         held=running & (depth <= told.accepted[:, None]))

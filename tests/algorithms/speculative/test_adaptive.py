@@ -89,7 +89,7 @@ def test_costly_drafts_that_fail_are_probed_within_their_share():
 
 RULES = {"ucb": Bandit(), "exp3": Bandit("exp3"), "bass": Bass(start=4), "automatic": Automatic(COSTS)}
 SHARED = {"ucb": ("count", "reward", "round"), "exp3": ("weight", "round"), "bass": ("length", "cut", "round"),
-          "automatic": ("wait", "probes", "round")}
+          "automatic": ("clocks",)}
 
 
 def told(name, rows, rounds, state=None):

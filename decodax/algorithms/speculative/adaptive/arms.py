@@ -147,16 +147,21 @@ class Adaptive(LearnsFromPrompt, Varies):
     def init(self, params: Params, s: State) -> Any:
         states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
                   for draft in self.drafts]
-        forms = tuple(self.drafts[i].unread(self._own(params, self.drafts[i]), s.batch) for i in self.deferred)
         return (self.controller.init(self.known, s.batch), tuple(states), tuple(self._papers(s.batch)),
-                nothing_untold(forms, s.batch))
+                nothing_untold(self._forms(params, s), s.batch))
+
+    def _forms(self, params: Params, s: State) -> tuple[Any, ...]:
+        """What the drafts that are told later read of the target's output."""
+        return tuple(self.drafts[i].unread(self._own(params, self.drafts[i]), s.batch) for i in self.deferred)
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         arm = self.controller.choose(self.known, s.algo[0], s)
         if not self.deferred:
             return arm
         untold = jnp.where(s.running, s.algo[3].count, 0).max()
-        due = (untold >= MOST) | (untold > 0) & (arm != self.arms.index(NOTHING))
+        due = (untold > 0) & (arm != self.arms.index(NOTHING))
+        if not all(self.drafts[i].takes_gaps for i in self.deferred):
+            due |= untold >= MOST
         return jnp.where(due, len(self.arms), arm)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
@@ -201,7 +206,8 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     def _tell_later(self, params: Params, s: State, out: Out, untold: Any, states: Any) -> Any:
         """Returns the states of the drafts after those that are told later were told of the rounds so far."""
-        new = {i: told(untold, n, self._drafter(i), self._own(params, self.drafts[i]), s, out, states[i])
+        forms = self._forms(params, s)
+        new = {i: told(untold, n, forms[n], self._drafter(i), self._own(params, self.drafts[i]), s, out, states[i])
                for n, i in enumerate(self.deferred)}
         return tuple(new.get(i, x) for i, x in enumerate(states))
 
@@ -286,17 +292,15 @@ class _Arm(Around):
             arm=self.index, running=s.running, tokens=d.count, accepted=d.accepted,
             tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.traits.emits),
             held=running & (depth <= d.accepted[:, None]))
-        spare = self.traits.emits - d.tokens.shape[1]
-        wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
         if self.tells:
             states = self.adaptive._tell_later(params, s, out, untold, states)
             untold = untold.replace(count=jnp.zeros_like(untold.count))
         later = self.adaptive.deferred if self.arm == NOTHING and not self.tells else ()
         states = self.adaptive._tell(params, s, window, out, d, states, later)
-        untold = with_round(untold, s, out) if later else untold
+        untold = with_round(untold, self.adaptive._forms(params, s), s, out) if later else untold
         control = self.adaptive.controller.update(self.adaptive.known, control, seen)
         control, papers = self._compare(control, papers, s, d, seen)
-        return d.replace(tokens=wide[0], source=wide[1], algo=(control, states, papers, untold))
+        return d.replace(algo=(control, states, papers, untold))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -25,19 +25,20 @@ class Rates(Struct):
         tried: `f32[B, A, K]`, number of tested drafts by row, arm and depth, with exponential decay; arms with the same
             draft share them.
         held: `f32[B, A, K]`, number of these that were accepted.
-        wait: `i32[B]`, number of rounds until drafts that were given up are probed again. This field and those below
-            are common to the batch (`of_batch`).
-        probes: `i32[B]`, number of failed probes in a row; at least 1 after drafts were tried, 0 before.
-        stay: `i32[B]`, number of rounds for which plain decoding goes on before the arms are compared again.
-        round: `i32[B]`, number of updates.
+        clocks: `i32[B, 4]`, common to the batch (`of_batch`); one array, since a round without drafts changes nothing
+            else. `wait`, number of rounds until drafts that were given up are probed again; `probes`, number of failed
+            probes in a row, at least 1 after drafts were tried, 0 before; `stay`, number of rounds for which plain
+            decoding goes on before the arms are compared again; and `round`, number of updates.
     """
 
     tried: Array
     held: Array
-    wait: Array
-    probes: Array
-    stay: Array
-    round: Array
+    clocks: Array
+
+    @property
+    def common(self) -> Array:
+        """`i32[4]`, the clocks of the batch."""
+        return of_batch(self.clocks, self.clocks[:, 3])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +86,11 @@ class Automatic(Controller):
         # half an imagined draft, of which three quarters hold; of one that is tried on paper first, a fifth
         tried = jnp.full((len(of), of.longest), 0.5, jnp.float32)
         free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) == 0)
-        zero = jnp.zeros((), jnp.int32)
-        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero, stay=zero,
-                              round=zero), batch)
+        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), clocks=jnp.zeros(4, jnp.int32)),
+                        batch)
 
     def choose(self, of: Arms, state: Rates, s: State) -> Array:
-        stay = of_batch(state.stay, state.round)
+        stay = state.common[2]
         plain = of.lengths.index(min(of.lengths))
         return lax.cond(stay > 0, lambda: jnp.int32(plain), lambda: self._compare(of, state, s))
 
@@ -106,12 +106,12 @@ class Automatic(Controller):
         time = (left[:, None] / tokens).max(0) * jnp.array(self.costs, jnp.float32)
         best = jnp.argmin(time)
         costly = (lengths > 0) & ~jnp.array(of.on_paper)
-        wait, probes = of_batch((state.wait, state.probes), state.round)
+        wait, probes, _, _ = state.common
         probe = (lengths[best] == 0) & (wait <= 0) & (probes > 0) & costly.any()
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
     def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
-        waited, probes, stay, round = of_batch((state.wait, state.probes, state.stay, state.round), state.round)
+        waited, probes, stay, round = state.common
         if of.lengths[seen.arm] == 0:
             # without drafts there is nothing to learn, unless some are compared on paper
             stay = jnp.zeros_like(stay) if any(of.on_paper) else jnp.where(stay > 0, stay - 1, PLAIN - 1)
@@ -124,8 +124,7 @@ class Automatic(Controller):
             wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
             common = wait, jnp.maximum(probes, 1), jnp.zeros_like(stay), round + 1
             state = self.note(of, state, seen)
-        wait, probes, stay, round = for_rows(common, len(seen.running))
-        return state.replace(wait=wait, probes=probes, stay=stay, round=round)
+        return state.replace(clocks=for_rows(jnp.stack(common), len(seen.running)))
 
     def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         """Returns the state after an observation of an arm's drafts, which counts for all arms with the same draft."""

@@ -1,9 +1,10 @@
-"""Tells trained heads of rounds of plain decoding later, several rounds at once.
+"""Tells trained heads of rounds of plain decoding later, several rounds at once, or not at all.
 
 A head computes its keys and values from the target's hidden states of all verified tokens. While no drafts pay, a pass
 of the head in each round would make plain decoding slower. So what heads read of the target's output is stored, and a
-round before the next drafts, or one that finds the buffer full, passes it to them as a chunk of the prompt. Drafts do
-not depend on it but for rounding.
+round before the next drafts passes it to them as a chunk of the prompt. Drafts do not depend on it but for rounding.
+If there were more such rounds than are stored, a head that `takes_gaps` reads the last ones alone, so that plain
+decoding costs the same however long it lasts; others read when the store is full.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from decodax.common.struct import Struct, struct
@@ -29,56 +31,65 @@ class Untold(Struct):
     """The target's hidden states at the last tokens of each row that some drafts have not read yet.
 
     Attributes:
-        read: for each of the drafts, hidden states `f[B, MOST, D]` and those of layers, as in `Drafter.unread`.
+        read: for each of the drafts, `f[B, MOST, D]`, hidden states and those of layers side by side, as in
+            `Drafter.unread`. That of position `p` is at `p % MOST`.
         start: `i32[B]`, position of the first token.
         count: `i32[B]`, number of tokens.
     """
 
-    read: tuple[Any, ...]
+    read: tuple[Array, ...]
     start: Array
     count: Array
 
 
 def nothing_untold(forms: tuple[Any, ...], batch: int) -> Untold:
     """Returns an empty buffer for drafts with the given results of `Drafter.unread`."""
-    read = jax.tree.map(lambda x: jnp.repeat(x, MOST, 1), forms)
-    return Untold(read=read, start=jnp.zeros(batch, jnp.int32), count=jnp.zeros(batch, jnp.int32))
+    one = lambda form: jnp.concatenate(jax.tree.leaves(form), -1)
+    return Untold(read=tuple(jnp.repeat(one(form), MOST, 1) for form in forms), start=jnp.zeros(batch, jnp.int32),
+                  count=jnp.zeros(batch, jnp.int32))
 
 
-def with_round(untold: Untold, s: State, out: Out) -> Untold:
-    """Returns the buffer with the output for the newest tokens, after a round of plain decoding. `s` is the state
-    before the round."""
+def with_round(untold: Untold, forms: tuple[Any, ...], s: State, out: Out) -> Untold:
+    """Returns the buffer with the output for the newest tokens, after a round of plain decoding. `forms` are the
+    results of `Drafter.unread`, and `s` is the state before the round. In a full buffer the oldest token makes room."""
     at = s.length - 1
     count = jnp.clip(at - untold.start, 0, untold.count)        # of a row whose text was cut the rest is dropped
     start = jnp.where(count == 0, at, untold.start)
-    slot = jnp.where(s.running, count, MOST)
+    slot = jnp.where(s.running, at % MOST, MOST)
     rows = jnp.arange(s.batch, dtype=jnp.int32)
 
-    def put(held: Any) -> Any:
-        hidden, layers = held
-        write = lambda x, new: None if x is None else x.at[rows, slot].set(
-            new[:, 0, :x.shape[-1]].astype(x.dtype), mode="drop")
-        return write(hidden, out.hidden), None if layers is None else tuple(
-            write(x, new) for x, new in zip(layers, out.layers or (), strict=False))
+    def put(held: Array, form: Any) -> Array:
+        hidden, layers = form
+        parts = [] if hidden.shape[-1] == 0 else [out.hidden]
+        parts += [new for x, new in zip(layers or (), out.layers or (), strict=False) if x is not None]
+        if not parts:
+            return held
+        return held.at[rows, slot].set(jnp.concatenate([part[:, 0].astype(held.dtype) for part in parts], -1),
+                                       mode="drop")
 
-    return Untold(read=tuple(map(put, untold.read)), start=start, count=jnp.minimum(count + s.running, MOST))
+    lost = s.running & (count == MOST)
+    return Untold(read=tuple(map(put, untold.read, forms)), start=start + lost, count=count + s.running - lost)
 
 
-def told(untold: Untold, index: int, drafter: Any, params: Params, s: State, out: Out, state: Any) -> Any:
+def told(untold: Untold, index: int, form: Any, drafter: Any, params: Params, s: State, out: Out, state: Any) -> Any:
     """Returns the state of a draft after it has read its part of the buffer.
 
     Args:
         untold: the buffer.
         index: index of its part.
+        form: the result of its `Drafter.unread`.
         drafter: the draft.
         params: weights of the target and of the draft.
         s: the decoding state before the round.
         out: the target's output in the round, of which only the functions are used.
         state: the draft's state.
     """
-    hidden, layers = untold.read[index]
+    leaves, structure = jax.tree.flatten(form)
     order = jnp.arange(MOST, dtype=jnp.int32)
     positions = untold.start[:, None] + order
+    held = jnp.take_along_axis(untold.read[index], (positions % MOST)[:, :, None], 1)
+    ends = np.cumsum([x.shape[-1] for x in leaves])[:-1].tolist()
+    hidden, layers = jax.tree.unflatten(structure, jnp.split(held, ends, -1))
     live = (order < untold.count[:, None]) & (positions < s.length[:, None] - 1) & s.running[:, None]
     tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
     past = dataclasses.replace(out, hidden=hidden, layers=layers, entries=())

@@ -69,6 +69,10 @@ class BlockDraft(TrainedHead):
     head: BlockHead
 
     @property
+    def takes_gaps(self) -> bool:
+        return False            # its positions are those of the text
+
+    @property
     def shape(self) -> Shape:
         return Chain(self.head.longest)
 

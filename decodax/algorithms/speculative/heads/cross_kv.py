@@ -68,6 +68,11 @@ class CrossKVDraft(ReadsTargetKeys):
     __repr__ = short
 
     head: CrossKVHead
+
+    @property
+    def takes_gaps(self) -> bool:
+        return False            # its positions are those of the text
+
     def init(self, params: Params, s: State) -> Drafting:      # type: ignore[override]
         if not isinstance(params.draft, HeadWeights):
             raise ValueError("params: CrossKVHead needs its HeadWeights in Params.draft")

@@ -72,6 +72,10 @@ class SemiAutoregressive(TrainedHead):
 
     head: FalconHead
 
+    @property
+    def takes_gaps(self) -> bool:
+        return False            # its positions are those of the text
+
     def init(self, params: Params, s: State) -> FalconState:     # type: ignore[override]
         if not isinstance(params.draft, HeadWeights):
             raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")

@@ -37,12 +37,12 @@ class ParallelDraft(TrainedHead):
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
         h = self.head
         # a row that goes on after its end keeps no pairs of tokens that were cut
-        cache = None if state.cache is None else truncate(state.cache, s.length - 1)
+        cache = None if state.cache is None else truncate(state.cache, s.length - 1 - state.skipped)
         hidden = state.hidden[:, None]
         if (more := min(h.drafts, room + 1) - 1) > 0:
             masks = jnp.full((s.batch, more), h.mask, jnp.int32)
             unknown = h.unknown(params.draft.head).astype(self._dtype(params))
-            window = causal(masks, s.length - 1)
+            window = causal(masks, s.length - 1 - state.skipped)
             step = self._step(params, window, jnp.broadcast_to(unknown, (s.batch, more, unknown.shape[-1])), 0, cache)
             hidden = jnp.concatenate([hidden, step.hidden], 1)
         return (state.replace(cache=cache, states=hidden),

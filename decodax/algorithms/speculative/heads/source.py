@@ -56,6 +56,7 @@ class HeadState(Struct):
         cache: keys and values of verified pairs; None for a head without attention.
         hidden: `f[B, h]`, the head's hidden state for the newest token.
         state: `f[B, d]`, its state there.
+        skipped: `i32[B]`, number of pairs of the text that the head has not read. Its own positions leave them out.
         states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
         scratch: within a round, the buffer with the keys and values of the nodes, if they have any.
     """
@@ -63,6 +64,7 @@ class HeadState(Struct):
     cache: Cache | None
     hidden: Array
     state: Array
+    skipped: Array
     states: Array | None = None
     scratch: Draftable | None = None
 
@@ -101,6 +103,10 @@ class TrainedHead(Source):
     def longest(self) -> int | None:
         return self.head.longest
 
+    @property
+    def takes_gaps(self) -> bool:
+        return not self.head.carries_state
+
     def init(self, params: Params, s: State) -> HeadState:
         if not isinstance(params.draft, HeadWeights):
             raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
@@ -110,7 +116,8 @@ class TrainedHead(Source):
             cache = constrain(cache, heads(cache))
         shapes = self._shapes(params, s.batch)
         zeros = lambda x: jnp.zeros((s.batch, x.shape[2]), x.dtype)
-        return HeadState(cache=cache, hidden=zeros(shapes.hidden), state=zeros(shapes.state))
+        return HeadState(cache=cache, hidden=zeros(shapes.hidden), state=zeros(shapes.state),
+                         skipped=jnp.zeros(s.batch, jnp.int32))
 
     def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
         dtype = jax.eval_shape(lambda weights: embeddings(self.model, weights, jnp.zeros((1, 1), jnp.int32)),
@@ -124,7 +131,7 @@ class TrainedHead(Source):
         scratch, cache = None, state.cache
         if cache is not None:
             # a row that goes on after its end keeps no pairs of tokens that were cut
-            cache = truncate(cache, s.length - 1)
+            cache = truncate(cache, s.length - 1 - state.skipped)
             if self.head.drafts_attend:
                 scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
@@ -136,7 +143,7 @@ class TrainedHead(Source):
         assert state.states is not None
         self._one_by_one(level)
         depth = level.positions - s.length[:, None] + 1
-        window = Window(tokens=level.tokens, positions=level.positions - 1, mask=level.inside,
+        window = Window(tokens=level.tokens, positions=level.positions - 1 - state.skipped[:, None], mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         scratch = state.scratch
         seen = None if scratch is None else scratch.replace(base=state.cache).seen_by(level.sees)
@@ -180,6 +187,11 @@ class TrainedHead(Source):
         features, pairs, live = self._pairs(params, s, window, out, decision)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
         cache, found, newest = state.cache, last[:, None] >= 0, jnp.maximum(last, 0)[:, None]
+        skipped = state.skipped
+        if decision is None and cache is not None and self.takes_gaps:
+            first = take(pairs.positions, jnp.argmax(live, 1).astype(jnp.int32)[:, None])[:, 0]
+            skipped = jnp.where(found[:, 0], jnp.maximum(skipped, first - cache.length), skipped)
+        pairs = pairs.replace(positions=pairs.positions - skipped[:, None])
         alone = lambda: causal(take(pairs.tokens, newest), take(pairs.positions, newest)[:, 0])
         if cache is None:
             features, pairs = take(features, newest), alone()
@@ -197,7 +209,8 @@ class TrainedHead(Source):
             cache = _committed(cache, step.entries, live & _finite(step.hidden), pairs.positions)
         at = jnp.zeros_like(newest) if step.hidden.shape[1] == 1 else newest
         kept = lambda new, old: jnp.where(found, take(new, at)[:, 0], old)
-        return HeadState(cache=cache, hidden=kept(step.hidden, state.hidden), state=kept(step.state, state.state))
+        return HeadState(cache=cache, hidden=kept(step.hidden, state.hidden), state=kept(step.state, state.state),
+                         skipped=skipped)
 
     def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> HeadStep:
         """Runs the head on pairs: the tokens of a window, and the states before them."""
