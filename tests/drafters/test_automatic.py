@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.speculative import NOTHING, Adaptive, Speculative
+from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative
 from decodax.algorithms.speculative.adaptive import later, measure
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
 from decodax.algorithms.speculative.adaptive.measure import automatic_entry
@@ -145,8 +145,17 @@ def test_a_head_that_skips_rounds_drafts_as_if_their_tokens_were_not_there(name:
             kept = np.delete(np.arange(n + 5), np.arange(first, first + 5))
             pairs = causal(jnp.asarray(text[kept + 1][None]), jnp.zeros(1, jnp.int32))
             weights = method.weights[1]
-            states = source.head.enter(weights.head, features[:, kept])
-            step = source._step(Params(lm.params, weights), pairs, states, 0, source.head.init_cache(1, 64, jnp.float32))
+            states, cache = source.head.enter(weights.head, features[:, kept]), source.head.init_cache(1, 64, "float32")
+            step = source._step(Params(lm.params, weights), pairs, states, 0, cache)
             return np.asarray(jnp.concatenate(step.entries[0], -1))[0]
 
         assert any(np.allclose(without(first), held, atol=2e-5, rtol=1e-5) for first in range(1, n))
+
+
+def test_a_head_that_is_told_later_is_probed_when_it_is_due() -> None:
+    lm = cases.lm("llama")
+    source: Any = drafting_source(lm, fresh("eagle-3", lm))
+    method = Adaptive((NOTHING, Speculative(source, shape=Chain(2))), Automatic((1.0, 1.2), probing=0.05, patience=8))
+    s = cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, new=60, size=128)
+    rounds, drafted = np.asarray(s.stats.rounds).max(), np.asarray(s.stats.drafted)
+    assert rounds > 50 and (drafted >= 2 * (rounds // 12)).all() and (drafted < rounds).all()

@@ -298,7 +298,8 @@ class _Arm(Around):
         later = self.adaptive.deferred if self.arm == NOTHING and not self.tells else ()
         states = self.adaptive._tell(params, s, window, out, d, states, later)
         untold = with_round(untold, self.adaptive._forms(params, s), s, out) if later else untold
-        control = self.adaptive.controller.update(self.adaptive.known, control, seen)
+        if not self.tells:      # a round that was not chosen for what it does
+            control = self.adaptive.controller.update(self.adaptive.known, control, seen)
         control, papers = self._compare(control, papers, s, d, seen)
         return d.replace(algo=(control, states, papers, untold))
 

@@ -13,6 +13,10 @@ from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 
+BELIEVED = 2.0
+"""Number of drafts whose acceptance is assumed before any was tested. Drafts that never hold are given up after about
+three rounds, which cost 64 tokens of plain decoding a few percent."""
+
 PLAIN = 8
 """Number of rounds of plain decoding before the arms are compared again."""
 
@@ -71,7 +75,7 @@ class Automatic(Controller):
     costs: tuple[float, ...]
     memory: float = 32.0
     shared: float = 1.0
-    probing: float = 0.01
+    probing: float = 0.02
     patience: int = 1024
 
     def __post_init__(self) -> None:
@@ -83,11 +87,12 @@ class Automatic(Controller):
     def init(self, of: Arms, batch: int) -> Rates:
         if len(of) != len(self.costs):
             raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
-        # half an imagined draft, of which three quarters hold; of one that is tried on paper first, a fifth
-        tried = jnp.full((len(of), of.longest), 0.5, jnp.float32)
-        free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) == 0)
-        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), clocks=jnp.zeros(4, jnp.int32)),
-                        batch)
+        # as if some drafts had been tried, of which three quarters held, so that the first failures do not decide; of
+        # those that are tried on paper first, half a draft, and a fifth
+        free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) >= 0)
+        tried = jnp.where(free, 0.5, BELIEVED).astype(jnp.float32)
+        held = tried * jnp.where(free & (jnp.arange(of.longest) == 0), 0.2, 0.75)
+        return for_rows(Rates(tried=tried, held=held, clocks=jnp.zeros(4, jnp.int32)), batch)
 
     def choose(self, of: Arms, state: Rates, s: State) -> Array:
         stay = state.common[2]
@@ -113,14 +118,17 @@ class Automatic(Controller):
     def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         waited, probes, stay, round = state.common
         if of.lengths[seen.arm] == 0:
-            # without drafts there is nothing to learn, unless some are compared on paper
-            stay = jnp.zeros_like(stay) if any(of.on_paper) else jnp.where(stay > 0, stay - 1, PLAIN - 1)
+            # without drafts there is nothing to learn, unless some are compared on paper, until a probe is due
+            most = jnp.where(probes > 0, jnp.clip(waited - 1, 0, PLAIN - 1), PLAIN - 1)
+            stay = jnp.zeros_like(stay) if any(of.on_paper) else jnp.where(stay > 0, stay - 1, most)
             common = waited - 1, probes, stay, round + 1
         else:
             plain = min((cost for cost, length in zip(self.costs, of.lengths, strict=True) if not length), default=None)
             extra = 0.0 if plain is None else max(self.costs[seen.arm] / plain - 1, 0)
             failed = ~seen.held[:, :1].any()
-            probes = jnp.where(failed, jnp.minimum(probes + 1, 16), 0)
+            # of the failures before they are given up only the first counts
+            probe = (waited <= 0) | (probes == 0)
+            probes = jnp.where(failed, jnp.minimum(probes + probe, 16), 0)
             wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
             common = wait, jnp.maximum(probes, 1), jnp.zeros_like(stay), round + 1
             state = self.note(of, state, seen)
