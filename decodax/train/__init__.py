@@ -8,6 +8,7 @@ from decodax.train.aqua_kv import fit_predictors
 from decodax.train.attention_predictor import fit_attention_predictor
 from decodax.train.cq import fit_codebooks
 from decodax.train.cskv import fit_features
+from decodax.train.drafting.confidence import fit_confidence
 from decodax.train.drafting.sparse_trees import fit_sparse_trees
 from decodax.train.echo_att import attention_similarity, echo_groups, fit_echo_att
 from decodax.train.fewer_heads import fit_kv_heads, mean_kv_heads
@@ -22,8 +23,8 @@ from decodax.train.scaling import fit_scaling
 from decodax.train.token_butler import fit_token_butler
 
 __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fit_acceptance_head",
-           "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_draft_length", "fit_echo_att",
-           "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction", "fit_layers",
-           "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors", "fit_scaling",
+           "fit_attention_predictor", "fit_channels", "fit_codebooks", "fit_confidence", "fit_draft_length",
+           "fit_echo_att", "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction",
+           "fit_layers", "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors", "fit_scaling",
            "fit_sequoia", "fit_skipped_layers", "fit_sparse_trees", "fit_token_butler", "fit_tree", "mean_kv_heads",
            "sub_model", "train_kv_prediction"]

@@ -51,6 +51,8 @@ class BlockHead(ModuleHead):
         correction: correction of the logits by the tokens drafted before, or None.
         confidence: input of the layer that predicts the probability that a draft is accepted: "hidden", the hidden
             state, or "token", that and `W1[token]` of a `Markov` correction. None: there is no such layer.
+        temperatures: number for each draft of a block by which the logit of that probability is divided, so that the
+            probabilities are those of the texts it was fitted to; empty: 1.
         convolution: local convolutions around the halves of layers (DFlash2), or None.
         own_head: True if the head has a vocabulary matrix.
         own_table: True if the head has an embedding table.
@@ -67,6 +69,7 @@ class BlockHead(ModuleHead):
     window_from: Literal["slot", "newest"] = "slot"
     correction: Correction | None = None
     confidence: Literal["hidden", "token"] | None = None
+    temperatures: tuple[float, ...] = ()
     convolution: LocalConvolution | None = None
     own_head: bool = False
     own_table: bool = False
@@ -83,6 +86,8 @@ class BlockHead(ModuleHead):
         if c.recurrent or c.latent or c.shared or c.streams is not None or any(
                 layer.experts is not None or layer.linear is not None for layer in c.layers):
             raise ValueError("config: takes layers with a dense MLP, and with keys and values of their own")
+        if self.temperatures and (len(self.temperatures) != self.longest or min(self.temperatures) <= 0):
+            raise ValueError(f"temperatures: got {self.temperatures}, takes {self.longest} positive numbers or none")
         if self.convolution is not None and c.block != "pre":
             raise ValueError(f"convolution: takes layers with a norm before each half, got {c.block!r}")
 
@@ -182,15 +187,23 @@ class BlockHead(ModuleHead):
             return logits, memory
         return network.correction(logits, seen, tokens, network.embedding(embed), memory, slots)
 
-    def chance(self, weights: Weights, hidden: Array, tokens: Array) -> Array | None:
-        """Returns the logit of the predicted probability that the draft of a slot is accepted, `f32[B, W]`, from the
-        slot's hidden state `f[B, W, d]` and the token before; None if the head has no such layer."""
+    def chance(self, weights: Weights, hidden: Array, tokens: Array, depth: Array) -> Array | None:
+        """Returns the logit of the predicted probability that a draft is accepted, `f32[B, W]`, or None if the head has
+        no such layer.
+
+        Args:
+            weights: the weights.
+            hidden: `f[B, W, d]`, the hidden state of the draft's slot.
+            tokens: `i32[B, W]`, the token before.
+            depth: `i32[B or 1, W]`, number of drafts of the block before.
+        """
         network = self.network(weights)
         if network.confidence is None:
             return None
         if self.confidence == "token":
             hidden = jnp.concatenate([hidden, network.correction.table[...][tokens].astype(hidden.dtype)], -1)
-        return network.confidence(hidden)[..., 0].astype(jnp.float32)
+        logit = network.confidence(hidden)[..., 0].astype(jnp.float32)
+        return logit / jnp.array(self.temperatures, jnp.float32)[depth] if self.temperatures else logit
 
 
 class BlockNetwork(nnx.Module):

@@ -67,7 +67,7 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
     if network.correction is not None:
         memory = head.opening(weights, seen, newest, before, embed)
         logits = walk(network.correction, base, seen[:, first:], previous, network.embedding(embed), memory, first)
-    chance = head.chance(weights, hidden[:, first:], previous)
+    chance = head.chance(weights, hidden[:, first:], previous, jnp.arange(S - first)[None])
     fold = lambda x: x.reshape(B, A, S - first, *x.shape[2:])
     return BlockPredictions(logits=fold(logits), base=fold(base), chance=None if chance is None else fold(chance),
                   positions=at[..., 1:] if first else at + 1)

@@ -25,10 +25,12 @@ from decodax.algorithms.speculative.source import Shape, Source
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.jobs.own_chats import write_chats
+from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.models.drafters.units import UnitHead
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled, block_acceptances
+from decodax.train.drafting.confidence import fit_confidence
 from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.features import KeptFeatures
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
@@ -134,6 +136,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         one = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
         if draft is None:
             made = TrainedDrafter(options.system, objective.head, one, table, target.name)
+            if isinstance(objective.head, BlockHead) and objective.head.confidence is not None:
+                made = fit_confidence(lm, made, windows)
             source, longest = made, objective.head.longest
         else:
             source, longest = draft.source(one), objective.steps

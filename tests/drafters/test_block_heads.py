@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import decodax as dx
 from decodax import algorithms
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import MultiRound, Rejection, Speculative
@@ -18,19 +19,21 @@ from decodax.algorithms.speculative.heads.source import HeadWeights
 from decodax.algorithms.speculative.trees import Chain, ConfidenceTree, Fixed, OptTree
 from decodax.core import drivers
 from decodax.core.types import embeddings, logits_of
-from decodax.io.drafters import TrainedDrafter
+from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import blocks_at
 from decodax.models.drafters.corrections import CandidateSelector, Markov, PrefixGRU, Refiner, walk
 from decodax.models.drafters.local_convolution import LocalConvolution
 from decodax.models.drafters.stack import MedusaHead
 from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled
+from decodax.train.drafting.confidence import RANGE, fit_confidence, fitted_temperature
 from decodax.train.drafting.features import target_outputs
 from decodax.train.drafting.systems import objective_of
 from tests.algorithms.speculative.uneven import UNEVEN
 from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.contracts.verifying import POLICIES as LAW_POLICIES
 from tests.drafters.drafting import drafted_logits
+from tests.drafters.fresh import fresh
 from tests.laws.cases import MASK, VOCABULARY, decode, lm, model, prompts, start, texts
 from tests.matrix import often
 
@@ -262,3 +265,35 @@ def test_lengths_by_the_load_of_the_batch_change_no_output():
     assert 0 < np.asarray(s.stats.drafted).sum() < 4 * np.asarray(s.stats.rounds).sum()
     with pytest.raises(ValueError, match="threshold: got None, takes a number for a head without a confidence head"):
         algorithms.make("dspark", lm("llama"), TrainedDrafter("dspark", HEADS["domino"], weights.head), threshold=None)
+
+
+def test_a_temperature_is_found_again():
+    logits = jax.random.normal(jax.random.key(0), (500,)) * 3
+    live = jnp.arange(500) < 400
+    for temperature in (0.5, 2.5):
+        accepted = jnp.where(live, jax.nn.sigmoid(logits / temperature), 1.0)      # what does not count is wrong
+        np.testing.assert_allclose(fitted_temperature(logits, accepted, live), temperature, rtol=1e-3)
+    assert fitted_temperature(logits, jax.nn.sigmoid(logits / 100), live) == pytest.approx(RANGE[1], rel=1e-3)
+
+
+@pytest.mark.wide
+def test_fitted_confidence_is_nearer_to_the_acceptance_and_is_saved(tmp_path):
+    target = lm("llama")
+    drafter = fresh("dspark", target)
+    texts = np.random.default_rng(0).integers(0, target.vocab_size, (6, 40))
+    fitted = fit_confidence(target, drafter, texts, anchors=8, rows=4)
+
+    def entropy(head):
+        blocks, y, live, _, _ = AnchoredBlocks(target.model, head, anchors=8).blocks(
+            drafter.params, jnp.pad(jnp.asarray(texts[:4]), ((0, 0), (0, 1))), target.params)
+        each = -y * jax.nn.log_sigmoid(blocks.chance) - (1 - y) * jax.nn.log_sigmoid(-blocks.chance)
+        return float(jnp.where(live, each, 0).sum())
+
+    assert len(fitted.head.temperatures) == fitted.head.longest and entropy(fitted.head) < entropy(drafter.head)
+    save_drafter(tmp_path, fitted)
+    assert load_drafter(tmp_path, target).head == fitted.head
+    options = dict(max_new_tokens=12, eos_token_id=[])
+    plain = dx.generate(target, [[1, 2, 3]], **options).tokens.tolist()
+    assert dx.generate(target, [[1, 2, 3]], algorithm="dspark", draft=fitted, **options).tokens.tolist() == plain
+    with pytest.raises(ValueError, match="got one of 'dflash' without a confidence head"):
+        fit_confidence(target, fresh("dflash", target), texts)

@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.block import BlockHead
-from decodax.models.drafters.block_training import blocks_at, random_anchors
+from decodax.models.drafters.block_training import BlockPredictions, blocks_at, random_anchors
 from decodax.train.drafting.features import TargetStates, read_batch
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.unrolled import acceptance, restricted, table_of
@@ -77,21 +77,8 @@ class AnchoredBlocks:
             batch: `i32[B, T + 1]`, or the target's states of it; the last token is not used.
             extra: the target's weights, or `Scheduled`.
         """
-        weights, share = Scheduled.of(extra)
-        tokens, target, features = read_batch(self.target, self.head, weights, batch, self.dtype)
-        tokens = tokens[:, :-1]
-        B, T = tokens.shape
-        usable = jnp.broadcast_to((jnp.arange(T) >= 1) & (jnp.arange(T) < T - 1), (B, T))
-        anchors, begun = random_anchors(key_of(tokens), usable, self.anchors)
-        weights = jax.lax.stop_gradient(weights)
-        blocks = blocks_at(self.head, cast(params, self.dtype), features.astype(self.dtype), tokens, anchors,
-                           lambda x: embeddings(self.target, weights, x).astype(self.dtype),
-                           lambda x: logits_of(self.target, weights, x))
-        live = (blocks.positions < T) & begun[..., None]
-        at = jnp.minimum(blocks.positions, T - 1)
-        row = jnp.arange(B)[:, None, None]
-        truth, labels = target[row, at - 1], tokens[row, at]
-        accepted = acceptance(truth, blocks.logits, table_of(self.ids))
+        share = Scheduled.of(extra).share
+        blocks, accepted, live, truth, labels = self.blocks(params, batch, extra)
         count = jnp.maximum(live.sum((0, 1)), 1)
         scalars = {f"accepted_{k + 1}": x for k, x in enumerate(jnp.where(live, accepted, 0).sum((0, 1)) / count)}
         truth, labels, known = restricted(truth, labels, self.ids)
@@ -108,6 +95,27 @@ class AnchoredBlocks:
             entropy = -y * jax.nn.log_sigmoid(blocks.chance) - (1 - y) * jax.nn.log_sigmoid(-blocks.chance)
             loss = loss + self.chance * mean(entropy, live)
         return loss, {"loss": loss, **scalars}
+
+    def blocks(self, params: Tree, batch: Array | TargetStates, extra: Tree
+               ) -> tuple[BlockPredictions, Array, Array, Array, Array]:
+        """Returns the predictions of the blocks, the acceptance of each draft at temperature 1 (`f32[B, A, K]`), which
+        of them count (`bool[B, A, K]`), and the target's logits and the text's tokens there. Arguments: as of the call.
+        """
+        weights, _ = Scheduled.of(extra)
+        tokens, target, features = read_batch(self.target, self.head, weights, batch, self.dtype)
+        tokens = tokens[:, :-1]
+        B, T = tokens.shape
+        usable = jnp.broadcast_to((jnp.arange(T) >= 1) & (jnp.arange(T) < T - 1), (B, T))
+        anchors, begun = random_anchors(key_of(tokens), usable, self.anchors)
+        weights = jax.lax.stop_gradient(weights)
+        blocks = blocks_at(self.head, cast(params, self.dtype), features.astype(self.dtype), tokens, anchors,
+                           lambda x: embeddings(self.target, weights, x).astype(self.dtype),
+                           lambda x: logits_of(self.target, weights, x))
+        live = (blocks.positions < T) & begun[..., None]
+        at = jnp.minimum(blocks.positions, T - 1)
+        row = jnp.arange(B)[:, None, None]
+        truth, labels = target[row, at - 1], tokens[row, at]
+        return blocks, acceptance(truth, blocks.logits, table_of(self.ids)), live, truth, labels
 
 
 def key_of(tokens: Array) -> Array:

@@ -146,7 +146,7 @@ class BlockDraft(TrainedHead):
         hidden = take(state.hidden, at)
         logits, memory = h.correct(weights, take(state.logits, at), take(state.seen, at), tokens, self._embed(params),
                                    memory, at + h.offset)
-        chance = h.chance(weights, hidden, tokens)
+        chance = h.chance(weights, hidden, tokens, at)
         logits = spread(logits, params.draft.ids, self.vocab_size)
         return memory, Answer(logits, hidden, None if chance is None else jax.nn.sigmoid(chance))
 

@@ -5,9 +5,8 @@ The Markov head adds a low-rank function of the draft before to the logits of a 
 probability that the next draft is accepted, from the slot's hidden state and the draft before. A chain ends where the
 product of these falls below a threshold, or the lengths of all rows are chosen together by the load
 (`LoadAwareChains`). The prediction for a draft does not depend on the draft itself, so a draft that is kept is still a
-draw from its distribution, and every verifier keeps its guarantee.
-
-The paper also fits temperatures of the predicted probabilities for each slot, which is not done here.
+draw from its distribution, and every verifier keeps its guarantee. `decodax.train.fit_confidence` fits a temperature of
+the predicted probabilities for each slot.
 """
 
 from __future__ import annotations
