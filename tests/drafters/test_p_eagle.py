@@ -119,7 +119,8 @@ def test_nodes_of_one_level_may_differ_in_depth():
     lengths = jnp.asarray([5, 9])
     nodes = jnp.zeros((2, 3), jnp.int32)
     level = Level(tokens=nodes, positions=lengths[:, None] - 1 + depth, parents=nodes, sees=nodes[..., None] > 0, at=0)
-    state = HeadState(cache=None, hidden=hidden[:, 0], state=hidden[:, 0], states=hidden)
+    state = HeadState(cache=None, hidden=hidden[:, 0], state=hidden[:, 0], states=hidden,
+                      skipped=jnp.zeros(len(hidden), jnp.int32))
     _, answer = alg.bare().draft.extend(Params(None, alg.weights), SimpleNamespace(length=lengths), state, level)
     wanted = HEAD.logits(alg.weights.head, jnp.take_along_axis(hidden, depth[..., None], 1), 0, None)
     np.testing.assert_allclose(answer.logits, wanted, atol=1e-5)
