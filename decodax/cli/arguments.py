@@ -88,6 +88,9 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.add_argument("--draft", nargs="+", default=[DRAFT], metavar="NAME_OR_PATH",
                    help=f"the smaller model, for systems that need one: {MODEL} (default: {DRAFT}); and any number of "
                    "trained drafters, each for the system that it was trained for (default: the shipped ones)")
+    p.add_argument("--weights", metavar="FORMAT",
+                   help="how the model's weights are kept and read, such as int8 (default: as its files)")
+    p.add_argument("--draft-weights", metavar="FORMAT", help="the same of trained drafters (default: arrays)")
     asked = p.add_mutually_exclusive_group()
     asked.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
                        help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "

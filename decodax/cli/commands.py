@@ -101,6 +101,8 @@ def compare(args: argparse.Namespace) -> None:
 
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError("--plot takes matplotlib; install decodax[train]")
+    if args.draft_weights and args.draft == [DRAFT]:
+        raise UsageError("--draft-weights takes --draft with trained drafters")
     if args.at and not args.on:
         raise UsageError("--at takes --on, the slice to predict for")
     for path in (args.plot, args.json):
@@ -119,10 +121,10 @@ def compare(args: argparse.Namespace) -> None:
     with naming_the_argument():
         models, trained = parted(args.draft)
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
-    lm = dx.load(args.model)
     with naming_the_argument():
+        lm = dx.load(args.model, weights=args.weights)
         drafters: dict[str, Any] = {}
-        for one in (dx.load_drafter(path, lm) for path in trained):
+        for one in (dx.load_drafter(path, lm, weights=args.draft_weights) for path in trained):
             if (other := drafters.setdefault(one.system, one)) is not one:
                 raise ValueError(f"draft: got {other.name} and {one.name}, both of {one.system!r}; takes one of each "
                                  "method")

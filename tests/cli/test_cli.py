@@ -371,3 +371,12 @@ def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys:
                                        weights: str, message: str) -> None:
     assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.wide
+def test_a_drafter_may_be_packed_and_nothing_else_takes_its_format(generate: Run) -> None:
+    packed = ["--algorithm", "eagle-3", "--draft", "pycode-eagle-3", "--draft-weights", "int8"]
+    assert as_json(generate, "def f(", "--model", "pycode", *packed)["text"] == as_json(
+        generate, "def f(", "--model", "pycode")["text"]
+    code, _, err = generate("def f(", "--algorithm", "prompt-lookup", "--draft-weights", "int8")
+    assert code == 2 and "draft_weights: got 'int8'" in err
