@@ -101,6 +101,22 @@ def adamw(weight_decay: float) -> optax.GradientTransformation:
 
 
 @cache
+def scaled(tx: optax.GradientTransformation, rates: Any) -> optax.GradientTransformation:
+    """Returns an optimizer whose learning rate has a factor for each part of the weights.
+
+    The same arguments give the same object, so that a second run in a process compiles nothing.
+
+    Args:
+        tx: the optimizer.
+        rates: the factors, a tuple with one for each entry of the weights, which are a tuple, too.
+    """
+    def scale(moves: Any, _: Any) -> Any:
+        return tuple(jax.tree.map(lambda x, rate=rate: rate * x, part) for rate, part in zip(rates, moves, strict=True))
+
+    return optax.chain(tx, optax.stateless(scale))
+
+
+@cache
 def muon(weight_decay: float) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al., 2024) for kernels with Adam for embeddings and norms, at a unit learning rate.
 

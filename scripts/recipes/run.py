@@ -34,7 +34,8 @@ class Recipe:
     figures on the way. `finish` writes what is shipped into a directory, from the weights as they are shipped, the same
     in float32, and the facts of the run; it returns a line that says how good they are. `extra` returns the third
     argument of the loss for a step. Without `shardings` weights are replicated. `decay_pace` is that of
-    `TrainingRun`; `rounded` is True if weights are shipped in bfloat16.
+    `TrainingRun`; `rounded` is True if weights are shipped in bfloat16. `rates` are factors of the learning rate for
+    the parts of the weights; None: 1.
     """
 
     params: Tree
@@ -47,6 +48,7 @@ class Recipe:
     shardings: Tree | None = None
     decay_pace: float = 1.0
     rounded: bool = True
+    rates: tuple[float, ...] | None = None
 
 
 def target_of(options: Options) -> Any:
@@ -67,6 +69,7 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
     mesh = loop.make_mesh(o.model_parallel, o.devices or math.gcd(jax.device_count(), o.settings.rows))
     made: Recipe = importlib.import_module(f"recipes.{o.recipe}").recipe(o, mesh, console)
     tx = (loop.muon if o.optimizer == "muon" else loop.adamw)(o.weight_decay)
+    tx = tx if made.rates is None else loop.scaled(tx, made.rates)
     params, opt = loop.place_state(made.params, tx, mesh, made.shardings)
     decay_from = o.warmup if o.steps is not None and o.decay_from is None else o.decay_from
     schedule = loop.Schedule(**{"peak": o.peak, "warmup": o.warmup, "steps": o.steps, "decay_from": decay_from,

@@ -46,6 +46,7 @@ from decodax.train.tuning import (
     sure_tokens,
 )
 from decodax.train.tuning.examples import prompts_of
+from decodax.train.tuning.hamburger import RATES
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
@@ -315,4 +316,5 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                   lambda batch: (int(batch[1].sum()) if isinstance(tuned, TunedGroups) else
                                  batch[0].shape[0] * (batch[0].shape[1] - 1)),
                   lambda params, run: losses(params), finish, extra=extra, shardings=tuned.shardings(mesh),
-                  rounded=tuned.rounded and stored != "float32")
+                  rounded=tuned.rounded and stored != "float32",
+                  rates=RATES if isinstance(tuned, TunedGroups) else None)

@@ -14,7 +14,7 @@ from decodax.algorithms.contrastive import nmst
 from decodax.core.window import causal
 from decodax.sampling.base import Context
 from decodax.sampling.degeneration import NonMonotonicEnd
-from decodax.train import sub_model
+from decodax.train import loop, sub_model
 from decodax.train.loop import adamw, update
 from decodax.train.lora import AdapterLoss
 from decodax.train.tuning import (
@@ -306,3 +306,16 @@ def test_pairs_and_texts_become_rows_of_one_length():
 def test_wrong_input_is_named(message, make):
     with pytest.raises(ValueError, match=f"^{message}"):
         make()
+
+
+def test_a_part_of_the_weights_may_learn_more_slowly():
+    params = ({"a": jnp.ones(3)}, jnp.full(2, 2.0))
+    loss = lambda params, batch, extra: ((params[0]["a"].sum() + params[1].sum()), {})
+    steps = []
+    for rates in ((1.0, 1.0), (0.5, 1.0)):
+        tx = loop.scaled(loop.adamw(0.1), rates)
+        assert tx is loop.scaled(loop.adamw(0.1), rates)
+        new, _, _ = loop.update(loss, tx, jax.tree.map(jnp.copy, params), tx.init(params), (), (), jnp.float32(0.1))
+        steps.append(jax.tree.map(lambda a, b: b - a, new, params))
+    np.testing.assert_allclose(2 * steps[1][0]["a"], steps[0][0]["a"], rtol=1e-6)
+    np.testing.assert_allclose(steps[1][1], steps[0][1], rtol=1e-6)

@@ -3,8 +3,8 @@ learns to read and to write groups of tokens, together with the embedder that me
 one.
 
 Groups are chosen by the entropies that the model has before the training: a group begins with the token of which it is
-least sure. The authors minimise the same two losses, with half the learning rate for the model that embedder and
-decoder have; here all have one. Their optional distillation from the model before the training is not here.
+least sure. As in the authors' code, the model has half the learning rate of embedder and decoder (`RATES`). Their
+optional distillation from the model before the training is not here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from decodax.train.tuning.examples import ExampleRows
 from decodax.train.tuning.exits import learned_mean
 
 Tree = Any
+
+RATES = 0.5, 1.0
+"""Factors of the learning rate of the model, and of embedder and decoder."""
 
 WHOLE = 32
 """Groups of a batch are padded to multiples of this number, so that few programs are compiled."""
@@ -162,4 +165,4 @@ def grouped(lm: Any, rows: ExampleRows, steps: int, size: int = 8) -> tuple[np.n
     return tokens, count, learned
 
 
-__all__ = ["Groups", "HamburgerLoss", "group_starts", "grouped"]
+__all__ = ["RATES", "Groups", "HamburgerLoss", "group_starts", "grouped"]
