@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ ZOO = Path(decodax.models.__file__).parent / "zoo"
 ENTRY = "decodax_drafter"
 """The entry of `config.json` that marks the library's own layout; its value is the system's name."""
 
+QUANTISED = re.compile(r"[.-](I?Q\d\w*|F16|BF16|F32)$", re.IGNORECASE)
+"""The end of the name of a GGUF file that says how its weights are stored."""
+
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, DepthwiseHead, ParallelHead, AssistantHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
@@ -110,8 +114,13 @@ class TrainedDrafter:
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:
-    """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None."""
-    path = ZOO / f"{target}-{system}"
+    """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None. The target
+    may be a path, and GGUF files of a model in several formats have one drafter.
+
+    >>> shipped_drafter("eagle-3", "models/pycode.Q8_0.gguf").name
+    'pycode-eagle-3'
+    """
+    path = ZOO / f"{QUANTISED.sub('', Path(target).name.removesuffix('.gguf'))}-{system}"
     return path if path.parent == ZOO and (path / "config.json").is_file() else None
 
 

@@ -14,6 +14,7 @@ import decodax as dx
 from decodax.common.registry import ALGORITHMS
 from decodax.io.drafters import shipped_drafter
 from decodax.models.transformer import Transformer
+from scripts.real_models import MODELS
 from tests.drafters.fresh import acceptance_head, draft_classifier
 from tests.io.gguf.texts import loaded
 from tests.matrix import often
@@ -26,7 +27,7 @@ LAYERS = 12
 """Layers of the draft model, the first of the target's."""
 SYSTEMS = [name for name, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and not e.alias_of
            and "diffusion" not in e.needs and name not in ("autoregressive", "pard", "pard-2")
-           and (e.needs != "a trained drafter" or shipped_drafter(name, "smollm2"))]
+           and (e.needs != "a trained drafter" or shipped_drafter(name, MODELS["smollm2"].file))]
 FEW = ("prompt-lookup",)
 
 
