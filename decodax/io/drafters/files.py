@@ -114,8 +114,8 @@ class TrainedDrafter:
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:
-    """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None. The target
-    may be a path, and GGUF files of a model in several formats have one drafter.
+    """Returns the directory of the drafter that is shipped for a system and a target, by their names, or None. The
+    target may be a path, and GGUF files of a model in several formats have one drafter.
 
     >>> shipped_drafter("eagle-3", "models/pycode.Q8_0.gguf").name
     'pycode-eagle-3'
