@@ -13,9 +13,10 @@ from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 
-BELIEVED = 2.0
-"""Number of drafts whose acceptance is assumed before any was tested. Drafts that never hold are given up after about
-three rounds, which cost 64 tokens of plain decoding a few percent."""
+BELIEVED, HOLD = 2.0, 0.6
+"""Number of drafts whose acceptance is assumed before any was tested, and that acceptance. Drafts that never hold are
+given up after about three rounds. Where drafts would have to hold more often to pay, they are not tried but probed
+later, so that a short text costs no more than plain decoding."""
 
 PLAIN = 8
 """Number of rounds of plain decoding before the arms are compared again."""
@@ -56,8 +57,9 @@ class Automatic(Controller):
     second.
 
     Drafts that can be compared without a forward pass (`Arms.on_paper`) are used once the comparison shows that they
-    would be accepted. Others are used until they fail. Then they are probed with growing intervals, so that probes take
-    the share `probing` of the time, but at least every `patience` rounds.
+    would be accepted. Others are used until they fail, if they would pay with an acceptance of `HOLD`. Otherwise they
+    are probed with growing intervals, so that probes take the share `probing` of the time, but at least every
+    `patience` rounds.
 
     Attributes:
         costs: duration of a round of each arm, in seconds or any other unit, from `measure` for the batch size.
@@ -87,12 +89,19 @@ class Automatic(Controller):
     def init(self, of: Arms, batch: int) -> Rates:
         if len(of) != len(self.costs):
             raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
-        # as if some drafts had been tried, of which three quarters held, so that the first failures do not decide; of
-        # those that are tried on paper first, half a draft, and a fifth
+        # as if some drafts had been tried, so that the first failures do not decide; of those that are compared on
+        # paper first, half a draft
         free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) >= 0)
         tried = jnp.where(free, 0.5, BELIEVED).astype(jnp.float32)
-        held = tried * jnp.where(free & (jnp.arange(of.longest) == 0), 0.2, 0.75)
-        return for_rows(Rates(tried=tried, held=held, clocks=jnp.zeros(4, jnp.int32)), batch)
+        held = tried * jnp.where(free, jnp.where(jnp.arange(of.longest) == 0, 0.2, 0.75), HOLD)
+        extra = min((self._extra(of, arm) for arm, length in enumerate(of.lengths) if length), default=0.0)
+        wait = jnp.int32(min(extra / self.probing, self.patience))
+        return for_rows(Rates(tried=tried, held=held, clocks=jnp.zeros(4, jnp.int32).at[0].set(wait)), batch)
+
+    def _extra(self, of: Arms, arm: int) -> float:
+        """Returns how much longer a round of an arm takes than one without drafts, as a multiple of that."""
+        plain = min((cost for cost, length in zip(self.costs, of.lengths, strict=True) if not length), default=None)
+        return 0.0 if plain is None else max(self.costs[arm] / plain - 1, 0.0)
 
     def choose(self, of: Arms, state: Rates, s: State) -> Array:
         stay = state.common[2]
@@ -111,20 +120,19 @@ class Automatic(Controller):
         time = (left[:, None] / tokens).max(0) * jnp.array(self.costs, jnp.float32)
         best = jnp.argmin(time)
         costly = (lengths > 0) & ~jnp.array(of.on_paper)
-        wait, probes, _, _ = state.common
-        probe = (lengths[best] == 0) & (wait <= 0) & (probes > 0) & costly.any()
+        wait, _, _, _ = state.common
+        probe = (lengths[best] == 0) & (wait <= 0) & costly.any()
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
     def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
         waited, probes, stay, round = state.common
         if of.lengths[seen.arm] == 0:
             # without drafts there is nothing to learn, unless some are compared on paper, until a probe is due
-            most = jnp.where(probes > 0, jnp.clip(waited - 1, 0, PLAIN - 1), PLAIN - 1)
-            stay = jnp.zeros_like(stay) if any(of.on_paper) else jnp.where(stay > 0, stay - 1, most)
+            stay = jnp.zeros_like(stay) if any(of.on_paper) else jnp.where(
+                stay > 0, stay - 1, jnp.clip(waited - 1, 0, PLAIN - 1))
             common = waited - 1, probes, stay, round + 1
         else:
-            plain = min((cost for cost, length in zip(self.costs, of.lengths, strict=True) if not length), default=None)
-            extra = 0.0 if plain is None else max(self.costs[seen.arm] / plain - 1, 0)
+            extra = self._extra(of, seen.arm)
             failed = ~seen.held[:, :1].any()
             # of the failures before they are given up only the first counts
             probe = (waited <= 0) | (probes == 0)
