@@ -48,7 +48,7 @@ def test_a_malformed_call_gives_a_result_or_an_error_that_names_it(world: World,
     if refused is not None:
         assert case.check is None or case.either, f"{case.what} was refused: {refused}"
         assert any(name in refused for name in case.names), refused
-        assert len(refused) < 1600, len(refused)
+        assert len(refused) < 1500, len(refused)
     else:
         assert case.check is not None, f"{case.what} gave a result"
         assert case.check(world, out), f"{case.what} became something else"

@@ -121,8 +121,8 @@ def compare(args: argparse.Namespace) -> None:
     with naming_the_argument():
         models, trained = parted(args.draft)
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
+    lm = dx.load(args.model, weights=args.weights)
     with naming_the_argument():
-        lm = dx.load(args.model, weights=args.weights)
         drafters: dict[str, Any] = {}
         for one in (dx.load_drafter(path, lm, weights=args.draft_weights) for path in trained):
             if (other := drafters.setdefault(one.system, one)) is not one:

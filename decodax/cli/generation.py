@@ -87,8 +87,6 @@ def add(p: argparse.ArgumentParser) -> None:
     g.add_argument("--draft", default=DRAFT, metavar="NAME_OR_PATH",
                    help=f"the draft model, for systems that need one: {MODEL} (default: {DRAFT});\n"
                         "or the directory of a trained drafter (default: the shipped one)")
-    g.add_argument("--draft-weights", metavar="FORMAT",
-                   help="how the weights of either are kept and read, such as int8")
     g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
                    help="what the cache keeps, a policy of `decodax list caches` such as snapkv:budget=512; default: "
                         "everything")
@@ -152,21 +150,19 @@ def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algori
     if named is None:
         return lm, None
     with naming_the_argument():
-        return lm, named.build(lm, draft_of(named.entry, args.draft, lm, mesh, args.draft_weights))
+        return lm, named.build(lm, draft_of(named.entry, args.draft, lm, mesh))
 
 
-def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None, weights: str | None = None) -> Any:
-    """Returns the draft model, or the trained drafter, that a method takes, from the arguments `--draft` and
-    `--draft-weights`; None if it takes none, or the shipped one."""
+def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
+    """Returns the draft model, or the trained drafter, that a method takes, from the argument `--draft`; None if it
+    takes none, or the shipped one."""
     import decodax as dx
     from decodax.io.drafters import is_drafter
 
     if (given == DRAFT and not entry.takes_draft) or not entry.may_draft:
-        if weights is not None:
-            raise ValueError(f"draft_weights: got {weights!r}, takes a --draft beside it, for a method that drafts")
         return None
     trained = entry.takes_drafter or is_drafter(given)
-    return dx.load_drafter(given, lm, weights=weights) if trained else dx.load(given, mesh=mesh, weights=weights)
+    return dx.load_drafter(given, lm) if trained else dx.load(given, mesh=mesh)
 
 
 def flag(name: str) -> str:

@@ -373,10 +373,6 @@ def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys:
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.wide
-def test_a_drafter_may_be_packed_and_nothing_else_takes_its_format(generate: Run) -> None:
-    packed = ["--algorithm", "eagle-3", "--draft", "pycode-eagle-3", "--draft-weights", "int8"]
-    assert as_json(generate, "def f(", "--model", "pycode", *packed)["text"] == as_json(
-        generate, "def f(", "--model", "pycode")["text"]
-    code, _, err = generate("def f(", "--algorithm", "prompt-lookup", "--draft-weights", "int8")
-    assert code == 2 and "draft_weights: got 'int8'" in err
+def test_a_format_of_drafters_needs_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "eagle-3", "--draft-weights", "int8"]) == 2
+    assert "--draft-weights takes --draft with trained drafters" in capsys.readouterr().err

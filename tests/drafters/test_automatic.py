@@ -159,3 +159,14 @@ def test_a_head_that_is_told_later_is_probed_when_it_is_due() -> None:
     s = cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, new=60, size=128)
     rounds, drafted = np.asarray(s.stats.rounds).max(), np.asarray(s.stats.drafted)
     assert rounds > 50 and (drafted >= 2 * (rounds // 12)).all() and (drafted < rounds).all()
+
+
+def test_a_head_whose_text_is_cut_to_fewer_tokens_than_it_skipped_begins_anew() -> None:
+    lm = cases.lm("llama")
+    source: Any = drafting_source(lm, fresh("eagle-3", lm))
+    params = Params(lm.params, source.weights)
+    s: Any = SimpleNamespace(batch=2, cache=lm.model.init_cache(2, 32), length=jnp.array([5, 30]))
+    state = source.init(params, s).replace(skipped=jnp.array([9, 9]))
+    state = state.replace(cache=state.cache.replace(length=jnp.array([3, 20])))
+    begun, _ = source.start(params, s, state, 2)
+    assert begun.skipped.tolist() == [4, 9] and begun.cache.length.tolist() == [0, 20]

@@ -132,6 +132,7 @@ def test_answers_on_long_texts_are_near_the_card(task):
 def test_the_card_of_a_drafter_names_its_target_data_figures_and_command(name):
     card = (ZOO / name / "README.md").read_text()
     facts = json.loads((ZOO / name / "config.json").read_text())["training"]
+    assert name == f"{Path(facts['target']).stem}-{facts['system']}"
     assert shipped_drafter(facts["system"], facts["target"]) == ZOO / name
     for words in (f"# {name}", facts["command"], facts["hardware"], "CPython 3.", "PSF-2.0",
                   f"{facts['steps']:,} steps", f"{facts['parameters']:,}", ", ".join(map(str, facts["accepted"])),
@@ -141,7 +142,7 @@ def test_the_card_of_a_drafter_names_its_target_data_figures_and_command(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name.startswith("pycode")])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_shipped_drafter_drafts_for_its_target_by_the_name_of_its_method(name, kept):
     """Greedy in a chain on held-out code: plain decoding's tokens, in about as few forwards as the card says."""
     facts = json.loads((ZOO / name / "config.json").read_text())["training"]

@@ -53,8 +53,8 @@ class Drafter(Composed):
 
     @property
     def takes_gaps(self) -> bool:
-        """True if of the rounds that it is told later all but the last may be left out: `observe` takes a chunk that
-        begins behind the end of what it has read."""
+        """True if the drafter can do without some tokens of the text. Of a long stretch of plain decoding, `observe`
+        then gets only the last tokens, as a chunk that does not continue the one before."""
         return False
 
     def init(self, params: Params, s: State) -> Any:

@@ -151,7 +151,7 @@ class Adaptive(LearnsFromPrompt, Varies):
                 nothing_untold(self._forms(params, s), s.batch))
 
     def _forms(self, params: Params, s: State) -> tuple[Any, ...]:
-        """What the drafts that are told later read of the target's output."""
+        """Returns zeros in the form of what each of the `deferred` drafts reads of the target's output."""
         return tuple(self.drafts[i].unread(self._own(params, self.drafts[i]), s.batch) for i in self.deferred)
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:

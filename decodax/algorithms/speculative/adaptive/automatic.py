@@ -91,9 +91,9 @@ class Automatic(Controller):
             raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
         # as if some drafts had been tried, so that the first failures do not decide; of those that are compared on
         # paper first, half a draft
-        free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) >= 0)
-        tried = jnp.where(free, 0.5, BELIEVED).astype(jnp.float32)
-        held = tried * jnp.where(free, jnp.where(jnp.arange(of.longest) == 0, 0.2, 0.75), HOLD)
+        free, first = np.array(of.on_paper)[:, None], np.arange(of.longest) == 0
+        tried = jnp.array(np.where(free, 0.5, np.full(of.longest, BELIEVED)), jnp.float32)
+        held = tried * np.where(free, np.where(first, 0.2, 0.75), HOLD).astype(np.float32)
         extra = min((self._extra(of, arm) for arm, length in enumerate(of.lengths) if length), default=0.0)
         wait = jnp.int32(min(extra / self.probing, self.patience))
         return for_rows(Rates(tried=tried, held=held, clocks=jnp.zeros(4, jnp.int32).at[0].set(wait)), batch)

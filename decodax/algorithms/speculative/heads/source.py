@@ -130,7 +130,9 @@ class TrainedHead(Source):
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
         scratch, cache = None, state.cache
         if cache is not None:
-            # a row that goes on after its end keeps no pairs of tokens that were cut
+            # a row that goes on after its end keeps no pairs of tokens that were cut, and none at all if it was cut to
+            # fewer tokens than were skipped
+            state = state.replace(skipped=jnp.minimum(state.skipped, s.length - 1))
             cache = truncate(cache, s.length - 1 - state.skipped)
             if self.head.drafts_attend:
                 scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
@@ -187,9 +189,9 @@ class TrainedHead(Source):
         features, pairs, live = self._pairs(params, s, window, out, decision)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
         cache, found, newest = state.cache, last[:, None] >= 0, jnp.maximum(last, 0)[:, None]
-        skipped = state.skipped
+        first = take(pairs.positions, jnp.argmax(live, 1).astype(jnp.int32)[:, None])[:, 0]
+        skipped = jnp.where(found[:, 0], jnp.minimum(state.skipped, first), state.skipped)
         if decision is None and cache is not None and self.takes_gaps:
-            first = take(pairs.positions, jnp.argmax(live, 1).astype(jnp.int32)[:, None])[:, 0]
             skipped = jnp.where(found[:, 0], jnp.maximum(skipped, first - cache.length), skipped)
         pairs = pairs.replace(positions=pairs.positions - skipped[:, None])
         alone = lambda: causal(take(pairs.tokens, newest), take(pairs.positions, newest)[:, 0])
