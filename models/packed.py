@@ -160,8 +160,11 @@ class AroundKernel(Packed):
 
 
 def for_platform(stored: Packed) -> Packed:
-    """Returns `stored.here()`, in one program for all kernels of a format and shape. On CPU most kernels are multiplied
-    as they are stored, and a program would copy them."""
+    """Returns a stored kernel in the form that is multiplied on this platform (`Packed.here`).
+
+    On accelerators the conversion is jitted: one program is compiled for each format and shape. On CPU it is not, since
+    most kernels are multiplied there as they are stored, and a program would copy them.
+    """
     return stored.here() if platform() == "cpu" else _here(stored)
 
 

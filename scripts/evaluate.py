@@ -32,8 +32,9 @@ EVALUATIONS = {
     "caches": Command("accuracy of cache policies against the bytes that they keep, on long texts",
                       policies=given("*"), model="recall", removed=(0.25, 0.5, 0.8),
                       mode=dict(default=("aware", "agnostic"), nargs="+", choices=("aware", "agnostic")),
-                      task=dict(nargs="+", choices=("recall", "needle", "values", "track", "copy"),
-                                help="tasks (default: all that `recall` has learned)"),
+                      task=dict(nargs="+", choices=("recall", "needle", "values", "track", "copy", "prose"),
+                                help="tasks; \"prose\" is for models of English (default: all that `recall` has "
+                                     "learned)"),
                       problems=20, length=1024, seeds=(0, 1, 2), figures=(Path,), markdown=False, **FILES),
     "drafts": Command("acceptance of drafts that a model makes on a smaller cache of its own", model="recall",
                       problems=20, length=1024, seed=0),

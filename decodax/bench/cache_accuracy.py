@@ -1,6 +1,7 @@
 """Accuracy of cache policies: right answers on long texts against the bytes that are kept.
 
-The questions are those of `decodax.bench.problems.recall`. A policy sees the question when it chooses (aware), or
+The questions are those of `decodax.bench.problems.recall`, or for models of natural language those of
+`decodax.bench.problems.prose` (the task "prose"). A policy sees the question when it chooses (aware), or
 chooses from the text alone (agnostic: `context=` of `decodax.generate`), as when several questions are asked about one
 text. Its budget is a share of the text, or of what each query reads; codecs have a size of their own. Evictions choose
 once, after the text. What policies need to know of heads, layers, channels or keys is measured on other texts, unless
@@ -24,7 +25,7 @@ from rich.progress import track
 from decodax import train
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
-from decodax.bench.problems import recall
+from decodax.bench.problems import prose, recall
 from decodax.cache import Wrapper, dense
 from decodax.cache.tail import Tail
 from decodax.caches import make
@@ -37,6 +38,8 @@ from decodax.common.registry import ALGORITHMS, CACHES
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.front.generate import generate
+
+TASKS = (*recall.TASKS, "prose")
 
 MODES = ("aware", "agnostic")
 
@@ -103,19 +106,31 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
     return {name: fit() for name, fit in fits.items() if name in entry.options and given[name] in (None, ())}
 
 
-def needles(length: int, count: int = 16) -> list[Any]:
-    """Returns texts with a question each and the position of its answer."""
+def problems_of(task: str, count: int, length: int, seed: int) -> list[Any]:
+    """Returns `count` problems of one of `TASKS`, with texts of `length` words."""
+    if task == "prose":
+        return list(prose.problems(count, length, seed))
+    return list(recall.problems(task, count, length, seed))
+
+
+def needles(lm: Any, task: str, length: int, count: int = 16) -> list[Any]:
+    """Returns texts with a question each and the position of its answer, in tokens of the model."""
     probes = []
-    for problem in recall.problems("needle", count, length, seed=1000):
-        start = problem.context.split().index(problem.question.split()[1]) + 1
-        probes.append(train.Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
+    for problem in problems_of(task, count, length, 1000):
+        key = f" {problem.question.split()[1]} " if task != "prose" else f" {problem.answer}"
+        before = problem.context.index(key) + len(key if task != "prose" else " ") - 1
+        ids, start = lm.tokenizer.encode(problem.prompt), len(lm.tokenizer.encode(problem.context[:before]))
+        probes.append(train.Probe(ids, start, start + len(lm.tokenizer.encode(f" {problem.answer}"))))
     return probes
 
 
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
-          left_out: list[str] | None) -> list[tuple[str, float | None, Any]]:
-    """Returns each policy at each size as a cache config, a dense one first. Arguments as in `run`."""
-    probes = needles(length)
+          left_out: list[str] | None, task: str = "needle") -> list[tuple[str, float | None, Any]]:
+    """Returns each policy at each size as a cache config, a dense one first. Arguments as in `run`; policies that
+    measure something do so on texts of `task`, and budgets are shares of a text of that task, in tokens."""
+    probes = needles(lm, task, length)
+    length = round(statistics.mean(len(lm.tokenizer.encode(problem.context))
+                                   for problem in problems_of(task, 16, length, 1000)))
     texts = [probe.tokens for probe in probes[:8]]
     cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
     for policy in policies:
@@ -148,11 +163,11 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     possible here; None: that is an error.
     """
     tasks = list(recall.ANSWERED if tasks is None else tasks)
-    cases = sizes(lm, policies, removed, length, left_out)
+    cases = sizes(lm, policies, removed, length, left_out, "prose" if "prose" in tasks else "needle")
     before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
     out, done, total, dense = list[CacheFigures](), 0, len(cases) * len(modes) * len(seeds), 1.0
     for mode, seed in itertools.product(modes, seeds):
-        asked = [problem for task in tasks for problem in recall.problems(task, problems, length, seed)]
+        asked = [problem for task in tasks for problem in problems_of(task, problems, length, seed)]
         aware = mode == "aware"
         prompts = [problem.prompt if aware else problem.question for problem in asked]
         context = None if aware else [problem.context for problem in asked]

@@ -91,7 +91,7 @@ class Program:
     entry: str
 
     def all(self) -> Iterator[Instruction]:
-        """Yields every instruction."""
+        """Yields each instruction of every computation once, those of loop bodies and fusions included."""
         for computation in self.computations.values():
             yield from computation.values()
 

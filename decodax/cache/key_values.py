@@ -167,8 +167,9 @@ class KVConfig(CacheConfig):
         """
 
     def takes_latents(self) -> bool:
-        """Returns True if the cache supports keys that are values, too (`KVLayer.value_width`). A model that has them
-        is refused by other caches with an error before tracing."""
+        """Returns True if the cache supports latents: keys that are the values, too, and are stored once
+        (`KVLayer.value_width` is 0). The default is False: a model with latents is refused with an error before
+        tracing."""
         return False
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:

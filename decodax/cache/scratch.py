@@ -83,7 +83,12 @@ class Scratch(Draftable):
         return self.replace(sees=sees)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
-        """Attends to the cache, to the nodes of the buffer under `sees`, and to the window; see `Cache.attend`."""
+        """Attends from the window's queries to the tokens in `base`, to the buffered nodes that the attribute `sees`
+        selects, and to the window's own nodes.
+
+        The arguments are those of `Cache.attend`, with its keyword arguments as `options`. Returns the output `f[B, W,
+        H, e]`, and this layer's entry of the window's nodes for `append`.
+        """
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*window.positions.shape, window.positions.shape[1]))
         view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),

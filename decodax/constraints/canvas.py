@@ -49,16 +49,17 @@ class OnCanvas(Constrained):
 
 @struct
 class Region(Struct):
-    """A block of a canvas for which a text is drawn. There is no batch axis.
+    """A block of a canvas, for which `accepted` draws tokens such that the text on the canvas can still satisfy the
+    constraint. There is no batch axis.
 
     Attributes:
         tokens: `i32[N]`, the whole canvas.
-        known: `bool[N]`, positions whose tokens are fixed.
-        begin: `i32[]`, index of the first token of the text.
-        end: `i32[]`, index after the last token of the text.
+        known: `bool[N]`, positions of the canvas whose tokens are fixed.
+        begin: `i32[]`, index of the first token of the constrained text.
+        end: `i32[]`, index after its last token.
         start: `i32[]`, the block's first position; all positions before it are fixed.
-        given: `i32[W]`, the block's tokens in the current draft.
-        open: `bool[W]`, positions of the block for which tokens are drawn.
+        given: `i32[W]`, the block's tokens before the draw; an open position has the mask token, or noise.
+        open: `bool[W]`, positions of the block for which tokens are drawn; the others keep `given`.
     """
 
     tokens: Array

@@ -50,7 +50,7 @@ def write(root: Path, leaves: dict[str, Any], config: dict[str, Any]) -> None:
 
 def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStruct],
          places: dict[str, Sharding], dtype: str | None) -> dict[str, Any]:
-    """Reads the weights of a directory, by dotted path.
+    """Reads the weights of a directory that `write` wrote, some of them packed. Returns them by dotted path.
 
     Args:
         root: the directory.

@@ -79,7 +79,9 @@ def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, se
 
 @functools.partial(jax.jit, static_argnums=0)
 def estimated(model: LayeredModel, params: Any, butler: Butler, tokens: Array) -> tuple[Array, Array]:
-    """Returns the estimated and the true attention logits of tokens `i32[B, T]`, both `f32[L - 1, B, H, T, T]`."""
+    """Returns the predictor's estimates of a model's attention logits, and the true ones, for tokens `i32[B, T]`: both
+    `f32[L - 1, B, H, T, T]`, for all layers but the first, by query and key. They are scaled and not masked. The
+    predictor reads the residual stream before the first layer."""
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
     entries = model.apply(params, window, Scored()).entries
     x, _ = model.walk(params, window, Scored())

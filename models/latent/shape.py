@@ -63,5 +63,6 @@ class Latent:
             raise ValueError("plain: got one with an indexer, which takes a rope")
 
     def shared(self, rope: Rope | None) -> int:
-        """Returns the number of channels of the key that all heads share, in a layer with a rope or without."""
+        """Returns the number of channels of the part of a key that is the same for all heads, in addition to the
+        `rank` channels of the latent: the width of the layer's `rope`, or `plain` in a layer without one (None)."""
         return self.plain if rope is None else rope.width

@@ -1,4 +1,4 @@
-"""Accuracy of cache policies on `recall` (`decodax.bench.cache_accuracy`), as tables and plots."""
+"""Accuracy of cache policies on long texts (`decodax.bench.cache_accuracy`), as tables and plots."""
 
 from __future__ import annotations
 

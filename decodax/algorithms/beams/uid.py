@@ -80,7 +80,8 @@ class UID:
                           added=state.added + gap * gap)
 
     def value(self, state: Surprisals) -> Array:
-        """Returns the regulariser `R` of texts with the statistics `state`, `f32[...]`."""
+        """Returns the regulariser `R` of each text by the formula of `kind`, not yet multiplied by `strength`:
+        `f32[...]`, from the statistics `state` of the texts' tokens."""
         if self.kind in ("greedy", "local"):
             return state.added
         if self.kind == "variance":

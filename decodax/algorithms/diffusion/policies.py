@@ -117,7 +117,11 @@ class Windows(DiffusionRule, abc.ABC):
         return self.width
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """Returns the open positions that may be unmasked in this step, `bool[R, W]`."""
+        """Returns the open positions of the window that may be unmasked in this step, `bool[R, W]`: by default all that
+        are before the end of the text. A derived class may allow fewer, such as those of one sub-block.
+
+        `view` is the window before the step, `seen` the model's predictions in it, `memory` the rule's memory.
+        """
         return view.masked
 
     def finished(self, view: View, memory: Memory) -> Array:

@@ -302,7 +302,8 @@ def likeliest(log_p: Array, count: int) -> Array:
 
 
 def fitted(source: Any, size: int | None) -> Any:
-    """Returns the drafter for a target whose logits have `size` entries; None: the drafter is not changed."""
+    """Returns the drafter for a target with `size` logits: the drafter's own logits are cut or padded to this number
+    (`Drafter.for_vocabulary`). If `size` is None, the drafter is returned unchanged."""
     return source if size is None else source.for_vocabulary(size)
 
 

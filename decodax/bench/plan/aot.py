@@ -130,7 +130,8 @@ def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Ins
     def trips(loop: Instruction) -> int:
         if loop is outer:
             return 1
-        count = blocks if walks(loop) else rounds(program, loop) or s.rows
+        # A drafter's loop over its chain carries its cache, too, which may have the shape of the target's.
+        count = rounds(program, loop) or (blocks if walks(loop) else s.rows)
         # Of the blocks of a mixture, those without rows of an expert do nothing.
         return experts.get(count, count) if any(x.opcode == "conditional" for x in program.computations[
             loop.attribute("body") or ""].values()) else count

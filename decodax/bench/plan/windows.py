@@ -116,6 +116,9 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
     lm = model if isinstance(model, LM) else abstract(model, options.get("dtype", "bfloat16"))
     lengths, live = sorted(set(lengths)), capacity // 2 if live is None else live
     rows = [row for row in found.rows if row.system != PLAIN and row.batch == min(x.batch for x in found.rows)]
+    kinds = {row.system: _kind(methods[row.system][1]) for row in rows}
+    # Methods that draft from the text or with a draft model share the rounds of their windows.
+    apart = {name if kind == "head" else kind and "window" for name, kind in kinds.items()} - {None}
     known: dict[Any, tuple[Plan, float]] = {}
     seen: dict[str, str] = {}
 
@@ -124,7 +127,7 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
         key = size, system, None if algorithm is None else algorithm.traits.emits
         if key not in known:
             if report:
-                report(len(known), len(batch) * (1 + len(lengths) * len(methods)), f"batch {size}: {system}")
+                report(len(known), len(batch) * (1 + len(lengths) * len(apart)), f"batch {size}: {system}")
             made = plan(lm, topology, batch=size, capacity=capacity, live=live, mesh=mesh, algorithm=algorithm,
                         compile=compile, **options)[0]
             known[key] = made, extra
@@ -138,7 +141,7 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
         for row in rows:
             own = LengthCosts(row.task, size, row.system)
             name, algorithm = methods[row.system]
-            kind = _kind(algorithm)
+            kind = kinds[row.system]
             reason = (f"{size} rows do not fit" if not base.fits else row.error if row.error else
                       "chooses drafts in another way" if kind is None else
                       f"no network of {name!r} is known for another model" if kind == "head" and _system(name) is None

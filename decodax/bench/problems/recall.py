@@ -62,7 +62,8 @@ class RecallProblem(NamedTuple):
         return f"{self.context} {self.question}"
 
     def correct(self, text: str) -> bool:
-        """Returns True if an answer is right, word for word."""
+        """Returns True if an answer consists of exactly the words of the right one, in the same order. Only whitespace
+        may differ."""
         return text.split() == self.answer.split()
 
 

@@ -102,7 +102,12 @@ class SQuatCodec(Codec):
         return [self.weighing(own) for own in gathered]
 
     def weighing(self, products: Array) -> Array:
-        """Returns the matrix of the loss, `I + squat_lambda Q'Q`, from the sums of `q q'`, `f32[..., d, d]`."""
+        """Returns the matrix `M` of the loss `e' M e` of an error `e` of a key: `I + squat_lambda Q'Q`, `f32[..., d,
+        d]`.
+
+        `Q` has the `subspace_dim` largest singular values and vectors of the prompt's queries `q`. They are the largest
+        eigenvalues (square roots) and eigenvectors of `products`, the sum of `q q'`, `f32[..., d, d]`.
+        """
         squares, vectors = jnp.linalg.eigh(products)        # the largest last
         vectors = vectors[..., -self.subspace_dim:]
         squares = jnp.maximum(squares[..., None, -self.subspace_dim:], 0)

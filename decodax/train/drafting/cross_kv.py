@@ -107,17 +107,18 @@ def target_keys(target: Any, weights: Tree, tokens: Array, positions: Array, dty
 
 def above(target: Any, head: MixtureHead, weights: Tree, known: Array, own: Array, positions: Array,
           delays: Array) -> Array:
-    """Returns the hidden states `f[B, T, D]` after the target's last layers, which run on a head's output (target layer
-    inference), as drafting computes them.
+    """Returns the hidden states `f[B, T, D]` of the target's last layers when a head's output stands for the states
+    before them (target layer inference). Each token is computed as a draft, of the depth that its delay says.
 
     Args:
         target: the target's network.
         head: the head.
         weights: the target's weights.
         known: `f[B, T, D]`, the target's own hidden states before these layers.
-        own: `f[B, T, D]`, the head's output at each token.
+        own: `f[B, T, D]`, the head's output at each token, which stands for `known`.
         positions: `i32[B, T]`.
-        delays: `i32[B, T]`, see `delayed`: a draft sees the target's own states up to there, and the head's after it.
+        delays: `i32[B, T]`, a number of tokens, at least 1: a token attends to `known` at the tokens that are at least
+            this many before it, and to `own` at those after them, up to itself.
     """
     B, T = positions.shape
     at = jnp.arange(T, dtype=jnp.int32)

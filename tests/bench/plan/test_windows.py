@@ -1,5 +1,10 @@
 """Draft lengths for a large model: the costs are those of `plan`, the acceptance that of the measurement."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 import decodax as dx
@@ -8,7 +13,9 @@ from decodax.algorithms.speculative.drafts import DraftModel, PromptLookup
 from decodax.algorithms.speculative.trees import Chain
 from decodax.bench.compare import PLAIN, Comparison, Row
 from decodax.bench.plan import PRESETS, abstract, plan
+from decodax.bench.plan.aot import loops
 from decodax.bench.plan.windows import LengthCosts, columns, windows
+from decodax.bench.report import parse
 
 BY_DEPTH = (0.8, 0.6, 0.5, 0.4)
 
@@ -19,6 +26,32 @@ def test_the_length_that_pays_is_the_fastest_and_plain_where_none_is() -> None:
     none = LengthCosts("t", 64, "s", 1.0, (1, 2), (1.8, 2.4), (2.0, 3.0))
     assert none.pays == (0, 1.0) and none.cells((1, 2))[-1] == "plain, 1.00"
     assert len(columns((1, 2, 4))) == len(one.cells((1, 2, 4)))
+
+
+def test_a_drafters_loop_counts_as_often_as_it_runs_even_if_its_cache_has_the_targets_shape() -> None:
+    bounded, blocks = ("%i = s32[] get-tuple-element(%c), index=0", "%n = s32[] constant(6)"), (
+        "%i = s32[] get-tuple-element(%c), index=0", "%n = s32[] get-tuple-element(%c), index=1")
+    lines = []
+    for name, lower in (("drafts", bounded), ("blocks", blocks)):
+        carry = "(s32[], s32[], f32[1,2,512,16])"
+        lines += [f"%{name}.cond (c: {carry}) -> pred[] {{", f"  %c = {carry} parameter(0)", *(f"  {x}" for x in lower),
+                  "  ROOT %lt = pred[] compare(%i, %n), direction=LT", "}",
+                  f"%{name}.body (c: {carry}) -> {carry} {{", f"  ROOT %c = {carry} parameter(0)", "}"]
+    whole = "(s32[], s32[], f32[1,2,512,16], f32[99,512])"
+    lines += ["ENTRY %main (c: (s32[], s32[], f32[1,2,512,16])) -> s32[] {",
+              f"  %c = {whole} parameter(0)",
+              f"  %outer = {whole} while(%c), condition=%blocks.cond, body=%blocks.body",
+              *(f"  %{x} = (s32[], s32[], f32[1,2,512,16]) while(%c), condition=%{x}.cond, body=%{x}.body"
+                for x in ("drafts", "blocks")), "  ROOT %i = s32[] get-tuple-element(%c), index=0", "}"]
+    program = parse("\n".join(lines))
+    own = jax.device_put(jnp.zeros((1, 2, 512, 16)), jax.devices()[0])
+    setup: Any = SimpleNamespace(state=SimpleNamespace(cache=[own]), capacity=512, live=256, rows=1, width=1,
+                                 mesh=SimpleNamespace(shape={}),
+                                 algorithm=SimpleNamespace(traits=SimpleNamespace(caches=True)),
+                                 lm=SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(layers=()))))
+    trips = loops(setup, program)[2]
+    assert trips(program.computations["main"]["drafts"]) == 6
+    assert trips(program.computations["main"]["blocks"]) == 1
 
 
 @pytest.mark.wide

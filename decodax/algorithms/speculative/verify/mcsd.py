@@ -50,7 +50,13 @@ class MultiRound(Verifier):
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """Tests the children of one node; the arguments and results are those of `walk.Siblings`."""
+        """Tests the children of one node in turn. Returns the accepted child, `i32[]`; True if there is one, `bool[]`;
+        and the unnormalised distribution of the next token if there is none, `f32[V]`.
+
+        Arguments are those of `walk.Siblings`: the distributions after the node of the target, `p`, and of the draft,
+        `q` (both `f32[V]`; `q` may be None or a function); `tokens` and uniform numbers `u` of all nodes of the tree,
+        `[1 + N]`; and masks `bool[1 + N]` of the `children` that are tested and of the `dead` ones, which are not.
+        """
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q) and not self.replacement:

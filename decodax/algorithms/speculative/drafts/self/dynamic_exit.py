@@ -114,7 +114,8 @@ class DynamicExit(SelfDraft):
 
     @property
     def shape(self) -> ChosenLength:
-        """The default shape of its chain, `ChosenLength(length)`."""
+        """The default shape of the drafts: a chain of at most `length` drafts, whose number each row chooses in each
+        round from the acceptance so far (`ChosenLength`)."""
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:

@@ -128,9 +128,9 @@ def _given(alg: Speculative, anchors: Anchors) -> Speculative:
 
 
 def shares(params: Any, layers: int) -> np.ndarray:
-    """Returns the share of all weights read in a step that each half layer has, `f64[2 L]`, attention and MLP of each
-    layer in turn. An embedding table that is not also the output head is not counted, since a step reads only one of
-    its rows."""
+    """Returns the share that each half layer has in the number of weights read in a step, `f64[2 L]`: attention and MLP
+    of each layer in turn. `params` are the weights, `layers` is `L`. An embedding table that is not also the output
+    head is not counted, since a step reads only one of its rows."""
     sizes, rest, embed = np.zeros((layers, 2)), 0, 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
