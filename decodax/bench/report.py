@@ -15,6 +15,7 @@ import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 """Opcodes that wait for other devices; their asynchronous forms end in "-start"."""
+WAITING = {*COLLECTIVES, *(f"{c}-start" for c in COLLECTIVES)}
 
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "while", "conditional", "call",
          "partition-id", "replica-id", "opt-barrier"}
@@ -142,9 +143,8 @@ def copies(program: Program, elements: int, within: str | None = None) -> list[I
 def collectives(program: Program, within: str | None = None) -> list[tuple[Instruction, list[list[int]]]]:
     """Returns the instructions that wait for other devices, each with the groups of devices that wait for each other.
     `within` is as in `copies`."""
-    names = {*COLLECTIVES, *(f"{c}-start" for c in COLLECTIVES)}
     found = program.all() if within is None else program.inside(within)
-    return [(x, _groups(x.text)) for x in found if x.opcode in names]
+    return [(x, _groups(x.text)) for x in found if x.opcode in WAITING]
 
 
 def callbacks(program: Program) -> list[Instruction]:
@@ -173,7 +173,8 @@ def rounds(program: Program, loop: Instruction) -> int | None:
 
 
 def total(program: Program, trips: Callable[[Instruction], int],
-          value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1) -> int:
+          value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1,
+          within: str | None = None) -> int:
     """Returns the sum of a value over all instructions that one execution runs; by default their number.
 
     A conditional counts as its most expensive branch and a fused computation as one operation; tuples, views and waits
@@ -183,6 +184,7 @@ def total(program: Program, trips: Callable[[Instruction], int],
         program: the compiled program.
         trips: the number of iterations of a `while` instruction.
         value: the value of an instruction, given the computation that contains it.
+        within: the computation that is executed; None: the whole program.
     """
     def cost(name: str) -> int:
         computation = program.computations[name]
@@ -198,7 +200,7 @@ def total(program: Program, trips: Callable[[Instruction], int],
                 out += value(computation, x)
         return out
 
-    return cost(program.entry)
+    return cost(within or program.entry)
 
 
 def traffic(program: Program, trips: Callable[[Instruction], int],

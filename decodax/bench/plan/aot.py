@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from decodax.bench.plan.count import Setup, blocks_of_experts, kv_reads
-from decodax.bench.report import Instruction, Program, collectives, parse, rounds, traffic
+from decodax.bench.report import WAITING, Instruction, Program, parse, rounds, total, traffic
 from decodax.bench.tpu import environment
 from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
@@ -57,8 +57,8 @@ class Compiled:
         arguments: memory of the arguments.
         temporaries: memory of temporary arrays.
         moved: bytes moved to and from main memory in one round; None if XLA cannot print the program.
-        collectives: number of operations of one round that wait for other devices; None if XLA cannot print the
-            program.
+        collectives: number of operations that one round runs and that wait for other devices; None if XLA cannot print
+            the program.
         fits: True if the program fits into the device's memory.
         error: XLA's message if the program does not fit or cannot be printed.
         text: the optimized program.
@@ -90,8 +90,9 @@ def compile_round(s: Setup) -> Compiled:
     program = parse(text)
     outer, _, trips = loops(s, program)
     body = (outer.attribute("body") or "") if outer is not None else program.entry
+    waits = total(program, trips, lambda computation, x: int(x.opcode in WAITING), within=body)
     return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips) - skipped(
-        s, program), len(collectives(program, body)), True, text=text)
+        s, program), waits, True, text=text)
 
 
 def skipped(s: Setup, program: Program) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 from jax.dtypes import itemsize_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.heads import TrainedHead
 from decodax.bench.plan.hardware import Device
 from decodax.cache import KVLayer, LinearRecurrent, LinearStates, PerLayer, Recurrent
 from decodax.common.axes import DATA, EXPERT, MODEL, by_axes, over, replicas
@@ -27,6 +29,7 @@ from decodax.core.types import Params, fit_cache
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.models.blocks.options import Layer
+from decodax.models.drafters.specs import head_shardings
 from decodax.models.experts import BLOCK
 from decodax.models.formats import pack
 from decodax.models.kv_shapes import kv_layers
@@ -156,8 +159,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: 
     # Choose the method on unpacked, unsharded weights, because a method that splits weights reads their shapes.
     method = chosen(lm, algorithm, batch).fit(new)
     lm = dataclasses.replace(lm, params=_laid_out(lm.model, plain, place, weights))
-    where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, PartitionSpec()))
-    params = Params(target=lm.params, draft=jax.tree.map(where, method.weights))
+    params = Params(target=lm.params, draft=_drafter_laid_out(method, place))
     method = method.bare()
     row: Any = lambda dtype, *more: jax.ShapeDtypeStruct((batch, *more), dtype)
     policy = jax.eval_shape(lambda: build(batch, vocab_size=lm.vocab_size, eos_token_id=[1, 2], **(sampling or {})))
@@ -217,6 +219,20 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
         weights = jax.eval_shape(functools.partial(pack, weights=form), weights)
     return jax.tree_util.tree_map_with_path(laid, weights, model.shardings(mesh),
                                             is_leaf=lambda x: isinstance(x, Packed))
+
+
+def _drafter_laid_out(method: Any, mesh: Any) -> Any:
+    """Returns the weights of a decoding method as shapes with their shardings: those of a trained head as
+    `decodax.load_drafter` places it, others replicated."""
+    shaped = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    whole = lambda tree: jax.tree.map(lambda x: shaped(x, NamedSharding(mesh, PartitionSpec())), tree)
+    draft = method.draft if isinstance(method, Speculative) else None
+    if not isinstance(draft, TrainedHead):
+        return whole(method.weights)
+    head, own = draft.head, method.weights.head
+    laid = jax.tree.map(lambda x, where: jax.tree.map(lambda a: shaped(a, where), x), own,
+                        head_shardings(head, own, mesh), is_leaf=lambda x: isinstance(x, Packed))
+    return whole(method.weights).replace(head=laid)
 
 
 def local(tree: Any) -> int:

@@ -22,11 +22,13 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads import TrainedHead, drafting_source
 from decodax.bench.compare import PLAIN, Comparison
 from decodax.bench.plan.front import Plan, abstract, plan
-from decodax.common.axes import by_axes
+from decodax.common.axes import MODEL, by_axes
 from decodax.io.drafters import TrainedDrafter
 from decodax.io.load import LM
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.parallel import ParallelHead
+from decodax.models.drafters.specs import head_shardings
+from decodax.models.packed import Packed
 from decodax.train.drafting.systems import SYSTEMS, objective_of
 
 LENGTHS = (1, 2, 4, 7)
@@ -132,7 +134,11 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
                         compile=compile, **options)[0]
             known[key] = made, extra
         made, extra = known[key]
-        return max(made.memory, made.arithmetic + extra / made.slice.device.flops) + made.network
+        plain = known[size, PLAIN, None][0]
+        # The planner counts the target's collectives. Those of a drafter take as long, one by one.
+        times = made.compiled.collectives / plain.compiled.collectives if (
+            made.compiled and plain.compiled and made.compiled.collectives and plain.compiled.collectives) else 1.0
+        return max(made.memory, made.arithmetic + extra / made.slice.device.flops) + max(1.0, times) * made.network
 
     out = []
     for size in batch:
@@ -170,7 +176,7 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
             "a round takes the larger of the time of its memory traffic, " + (
                 "as XLA compiled it" if compiled else "counted from shapes without what heads read") + (
                 ", and that of its matrix products, at peak speed, plus collectives, and nothing else"),
-            "trained drafters are networks of the same method for the large model, replicated on the mesh"]
+            "trained drafters are networks of the same method for the large model, divided over the mesh as it is"]
     if draft_share is not None:
         said.append(f"a draft model's step costs {draft_share:.3f} of a plain round, its share of the bytes here")
     return out, said + [f"{size}: {mesh}" for size, mesh in seen.items()]
@@ -214,14 +220,18 @@ def head_flops(algorithm: Speculative, length: int, rows: int, across: int) -> f
         algorithm: the method.
         length: number of drafts.
         rows: number of rows of a replica.
-        across: number of devices over which the target's vocabulary matrix is divided.
+        across: number of devices over which the target and the head are divided.
     """
     source: Any = algorithm.draft
-    head = source.head
-    table = head.vocab * head.target_width
-    own = sum(math.prod(x.shape) for x in jax.tree.leaves(source.weights.head)) - table * head.own_head
+    head, weights = source.head, source.weights.head
+    mesh = jax.sharding.AbstractMesh((across,), (MODEL,))
+    local = lambda x, where: sum(math.prod(where.shard_shape(a.shape)) for a in jax.tree.leaves(x))
+    own = sum(jax.tree.leaves(jax.tree.map(local, weights, head_shardings(head, weights, mesh),
+                                           is_leaf=lambda x: isinstance(x, Packed))))
+    table = head.vocab * head.target_width // across
+    own -= table * head.own_head
     drafted = length + head.offset if isinstance(head, BlockHead) else length - 1
-    return 2.0 * rows * (own * (length + 1 + drafted) + table * length / (1 if head.own_head else across))
+    return 2.0 * rows * (own * (length + 1 + drafted) + table * length)
 
 
 __all__ = ["LENGTHS", "LengthCosts", "columns", "head_flops", "windows"]

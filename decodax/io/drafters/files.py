@@ -45,6 +45,7 @@ from decodax.models.drafters.mixture import MixtureHead
 from decodax.models.drafters.parallel import ParallelHead
 from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, PromptTokensHead
 from decodax.models.drafters.recurrent import RecurrentHead
+from decodax.models.drafters.specs import head_shardings
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.drafters.units import UnitHead
 from decodax.models.families import family_of
@@ -158,7 +159,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers
             inside a target, that of the target, or of its GGUF file.
         target: the target, a result of `decodax.load`, which the drafter is checked against, and whose shape published
-            files of Hydra++ leave to it. If it lies on a mesh, the drafter is replicated over that. None: no check.
+            files of Hydra++ leave to it. If it lies on a mesh, the drafter is divided over that like a decoder.
+            None: no check.
         dtype: dtype of the weights; None: bfloat16 on an accelerator, and float32 on CPU.
         layer_ids: for EAGLE-3, whether the file's layers of the target are named by their "outputs" or their "inputs";
             None: as its producer does, if that is known.
@@ -195,8 +197,9 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     if target is not None:
         made.check(target)
         if target.mesh is not None:
-            place = lambda x: jax.device_put(x, NamedSharding(target.mesh, PartitionSpec()))
-            made = dataclasses.replace(made, params=jax.tree.map(place, made.params), ids=jax.tree.map(place, made.ids))
+            whole = NamedSharding(target.mesh, PartitionSpec())
+            params = jax.device_put(made.params, head_shardings(made.head, made.params, target.mesh))
+            made = dataclasses.replace(made, params=params, ids=jax.device_put(made.ids, whole))
     return made
 
 

@@ -16,6 +16,8 @@ from decodax.bench.plan import PRESETS, abstract, plan
 from decodax.bench.plan.aot import loops
 from decodax.bench.plan.windows import LengthCosts, columns, windows
 from decodax.bench.report import parse
+from decodax.models.drafters.specs import head_shardings
+from decodax.train.drafting.systems import objective_of
 
 BY_DEPTH = (0.8, 0.6, 0.5, 0.4)
 
@@ -26,6 +28,23 @@ def test_the_length_that_pays_is_the_fastest_and_plain_where_none_is() -> None:
     none = LengthCosts("t", 64, "s", 1.0, (1, 2), (1.8, 2.4), (2.0, 3.0))
     assert none.pays == (0, 1.0) and none.cells((1, 2))[-1] == "plain, 1.00"
     assert len(columns((1, 2, 4))) == len(one.cells((1, 2, 4)))
+
+
+@pytest.mark.parametrize(("devices", "parts"), [(8, 8), (16, 1)])
+def test_a_head_lies_on_a_mesh_like_a_decoder(devices: int, parts: int) -> None:
+    """The kernels whose outputs or inputs are divided, and what stays whole if the 8 heads of keys do not divide."""
+    lm = abstract(PRESETS["llama-3-8b"])
+    head: Any = objective_of("eagle-3", lm, None, None).head
+    weights = head.abstract_params("bfloat16")
+    mesh = jax.sharding.AbstractMesh((2, devices), ("data", "model"))
+    where = head_shardings(head, weights, mesh)
+    part = {jax.tree_util.keystr(path, simple=True, separator="."): s.shard_shape(x.shape) for (path, x), s in zip(
+        jax.tree_util.tree_flatten_with_path(weights)[0], jax.tree.leaves(where), strict=True)}
+    assert part["layers.0.attn.q.kernel"] == (8192, 4096 // parts) and part["norm.scale"] == (4096,)
+    assert part["layers.0.attn.o.kernel"] == (4096 // parts, 4096)
+    assert part["layers.0.mlp.up.kernel"] == (4096, 14_336 // devices)
+    assert part["layers.0.mlp.down.kernel"] == (14_336 // devices, 4096)
+    assert part["lm_head.kernel"] == (4096, 128_256 // devices) and part["taps.kernel"] == (12_288, 4096 // devices)
 
 
 def test_a_drafters_loop_counts_as_often_as_it_runs_even_if_its_cache_has_the_targets_shape() -> None:
@@ -77,7 +96,8 @@ def test_predictions_take_rounds_from_shapes_and_drafters_of_the_large_model() -
     # EAGLE-3 reads three layers of the large model, and has a quarter of its vocabulary
     width, mlp, heads, vocab = 4096, 14_336, 32 + 2 * 8, 128_256 // 4
     own = 3 * width * width + 2 * width * heads * 128 + width * width + 3 * width * mlp
-    more = 2 * 256 // base.mesh[0] * (own * (5 + 3) + 4 * vocab * width) / base.slice.device.flops
+    rows, across = 256 // base.mesh[0], base.mesh[1]
+    more = 2 * rows * (own * (5 + 3) + 4 * vocab * width) / across / base.slice.device.flops
     assert head.seconds[1] == pytest.approx(window.seconds + more, rel=0.02)
     assert by["lookup", 1].pays[0] == 4 and by["lookup", 1].speedups[1] > lookup.speedups[1]
     assert "another way" in (by["automatic", 1].reason or "") and any("counted from shapes" in line for line in said)
