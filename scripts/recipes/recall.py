@@ -20,15 +20,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from decodax.bench.figures import markdown_table
-from decodax.bench.problems.recall import (
-    END,
-    ID,
-    PAD,
-    TASKS,
-    VOCABULARY,
-    problems,
-    training_batch,
-)
+from decodax.bench.problems.recall import END, ID, PAD, TASKS, VOCABULARY, problems, training_batch
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer

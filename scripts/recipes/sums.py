@@ -12,16 +12,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from decodax.bench.problems.sums import (
-    END,
-    ID,
-    LENGTH,
-    PAD,
-    VOCABULARY,
-    encode,
-    problems,
-    training_batch,
-)
+from decodax.bench.problems.sums import END, ID, LENGTH, PAD, VOCABULARY, encode, problems, training_batch
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
