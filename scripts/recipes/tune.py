@@ -70,11 +70,7 @@ def ends_of(lm: Any) -> tuple[int, ...]:
 
 
 def rule_of(options: Options) -> Any:
-    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names.
-
-    Raises:
-        ValueError: `--quality` names no function of a file.
-    """
+    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names."""
     if options.quality is None:
         return options.select
     file, _, name = options.quality.rpartition(":")
@@ -102,11 +98,7 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
 
 def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
     """Returns the mask token of an any-subset model, which no text may have: `--mask`, the padding token, or if that
-    also begins or ends texts, the last token that the data does not have.
-
-    Raises:
-        ValueError: the data has all tokens.
-    """
+    also begins or ends texts, the last token that the data does not have."""
     if options.mask is not None:
         return options.mask
     if lm.pad not in (*ends_of(lm), lm.bos):
@@ -123,7 +115,6 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
     mask = lm.pad if options.mask is None else options.mask
     match options.objective:
         case "layerskip":
-            assert options.steps is not None
             return tuning.EarlyExitLoss(network, options.steps, options.layer_dropout, options.exit_scale,
                                         options.curriculum, options.every, dtype=dtype)
         case "soft":
@@ -138,7 +129,6 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
         case "hamburger":
             return tuning.HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP), dtype=dtype)
         case "scheduled-sampling":
-            assert options.steps is not None
             return tuning.ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
         case "cllm":
             return tuning.ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
