@@ -43,14 +43,8 @@ def add_option(parser: argparse.ArgumentParser, name: str, default: Any, help: s
 
 def parser(description: str | None, commands: Mapping[str, Command], meaning: Mapping[str, str],
            verb: str) -> argparse.ArgumentParser:
-    """Returns the parser of a program.
-
-    Args:
-        description: the docstring of the program.
-        commands: the subcommands by name.
-        meaning: help of the options by name.
-        verb: the word that the text of a subcommand follows, such as "Measures".
-    """
+    """Returns the parser of a program from its docstring, the subcommands and the help of options by name, and the
+    verb before the text of a subcommand, such as "Measures"."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     below = p.add_subparsers(dest="command", required=True, metavar="NAME")
     for name, command in commands.items():

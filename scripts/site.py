@@ -17,16 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import griffe
+from conformance_report import FAMILIES
 
 DOCS = Path(__file__).parents[1] / "docs"
-
-FAMILIES = {
-    "ar-sampling": "Autoregressive decoding", "speculative-linear": "Speculation: chains of drafts",
-    "speculative-tree": "Speculation: trees of drafts", "speculative-self": "Speculation: drafts by the model itself",
-    "speculative-theory": "Speculation: rules and schedules", "parallel-jacobi": "Jacobi and lookahead decoding",
-    "blockwise-parallel": "Blockwise parallel decoding", "masked-diffusion": "Masked diffusion",
-    "diffusion-cache": "Caches of masked diffusion", "search": "Beams and search",
-    "batching-scheduling": "Batches and schedules"}
 
 GUARANTEES = {
     "seed-exact": "with one seed the tokens are those of plain decoding, greedy or sampled",

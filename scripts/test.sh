@@ -20,21 +20,7 @@ export JAX_PLATFORMS=cpu
 
 # tests with collectives run in processes without torch, where JAX's CPU collectives do not crash
 mesh="mesh and not wide and not full"
-mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_scoring.py tests/scripts/test_train_lm.py
-            tests/pallas_kernels/test_vocabulary.py tests/pallas_kernels/test_draw.py
-            tests/pallas_kernels/test_packed_matmul.py tests/sampling/test_truncation.py
-            tests/models/formats/test_packed_mesh.py
-            tests/caches/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/algorithms/beams/test_beams_mesh.py
-            tests/scripts/test_grpo.py tests/scripts/test_train_drafter.py
-            tests/models/test_experts_mesh.py tests/models/test_adapters_mesh.py tests/models/test_dual_chunk_mesh.py
-            tests/models/test_linear_mesh.py tests/models/latent/test_latent_mesh.py
-            tests/models/families/test_image_prompts_mesh.py tests/models/families/test_gemma4_mesh.py
-            tests/models/families/test_gpt_oss_mesh.py
-            tests/models/encoder_decoder/test_encoder_decoder_mesh.py tests/models/recurrent/test_gated_delta_mesh.py tests/models/recurrent/test_hybrids_mesh.py
-            tests/io/quantised/test_quantised_mesh.py tests/drafters/test_heads_mesh.py
-            tests/caches/context/test_context_parallel_mesh.py tests/laws/test_vocabulary_mesh.py tests/laws/test_sequence_mesh.py
-            tests/algorithms/speculative/test_apart_mesh.py tests/laws/test_weave_mesh.py
-            tests/algorithms/speculative/test_split_mesh.py)
+mesh_files=($(grep -rl --include='test_*.py' 'mark\.mesh' tests | sort))
 limit=1200
 if [ "${1:-}" = --wide ]; then
     shift

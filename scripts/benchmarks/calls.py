@@ -98,7 +98,6 @@ def beams(args: argparse.Namespace) -> None:
     from decodax.io.load import find
 
     lm, given, prompts = dx.load("pycode"), dict[str, Any](max_new_tokens=args.new, eos_token_id=[]), BEGINNINGS * 2
-    assert lm.tokenizer is not None
     network = AutoModelForCausalLM.from_pretrained(find("pycode"), dtype=torch.float32)
     ids = torch.tensor([(lm.tokenizer.encode(text) * 4)[:4] for text in prompts])
     other = seconds(lambda: network.generate(
@@ -121,8 +120,7 @@ def beams(args: argparse.Namespace) -> None:
 
 
 def constraints(args: argparse.Namespace) -> None:
-    """Automata of constraints for a random vocabulary with lengths like those of tokenizers, and a round of decoding.
-    """
+    """Automata of constraints for a random vocabulary with lengths like a tokenizer's, and a round of decoding."""
     rng, letters = random.Random(0), b"etaoinshrdlucmfwypvbgkjqxzETAOIN0123456789_-\"{}:,."
     words: set[bytes] = set()
     while len(words) < args.size - 256:
@@ -159,7 +157,6 @@ def jobs(args: argparse.Namespace) -> None:
     share of the rows' rounds in which a row was running; for prompts, the share of tokens that are not padding.
     """
     lm, r, count, longest = dx.load(args.model), np.random.default_rng(args.seed), args.requests, args.longest
-    assert lm.tokenizer is not None
     ids = lm.tokenizer.encode("".join(path.read_text() for path in sorted(Path(dx.__file__).parent.glob("*.py"))))
     lengths, new = (np.clip(r.lognormal(mean, spread, count), 4, longest // 2).astype(int)
                     for mean, spread in ((4.0, 0.8), (3.4, 1.0)))

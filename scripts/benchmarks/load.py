@@ -1,12 +1,11 @@
 """Time and memory of loading a large checkpoint against transformers, each load in a process of its own, in turn.
 
 The checkpoint is a Llama in bfloat16 with random weights in several safetensors files, or one of your own (`--model`).
-"Of dx.save" is the same model as `dx.save` writes it after `dx.load(dtype="bfloat16")`, with tensors where JAX can use
-them in the file. All files are read once before, so the system holds them in memory. Times begin after the imports.
-"Loaded" is the end of `dx.load` and of `from_pretrained`; "first token" is that of a prompt of 16 tokens, for which
-decodax compiles a program, and both read the files that they have only mapped before. The peak is the largest memory of
-the process until then (`ru_maxrss`), with its imports. The table gives medians, and medians of the ratios of
-neighbouring runs to transformers with weights of the same dtype.
+"Of dx.save" is the same model as `dx.save` writes it, with tensors where JAX can use them in the file. All files are
+read once before, so the system holds them in memory. Times begin after the imports. "Loaded" is the end of `dx.load`
+and of `from_pretrained`; "first token" is that of a prompt of 16 tokens, for which decodax compiles a program, and both
+read what they have only mapped before. The peak is the largest memory of the process until then (`ru_maxrss`). The
+table gives medians, and medians of the ratios of neighbouring runs to transformers with weights of the same dtype.
 """
 
 from __future__ import annotations
@@ -30,47 +29,25 @@ SIDES = {"transformers, bfloat16": ("transformers", "bfloat16", False),
 """The program and the dtype of each row, and whether it loads the directory that `dx.save` wrote."""
 
 FIGURES = ("loaded", "cpu", "peak", "first", "first_cpu", "first_peak")
-VOCABULARY, SHARD = 32_000, 10**9
+VOCABULARY = 32_000
 
 
 def write(root: Path, size: float, width: int) -> None:
-    """Writes a Llama with an MLP of 4 widths and heads of 128, twice as many as those of keys.
+    """Writes a Llama of a width, with an MLP of 4 widths and heads of 128, twice as many as those of keys, and as many
+    layers, at least one, as fit in `size` gigabytes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    Args:
-        root: an empty directory.
-        size: gigabytes of its weights at most; it has at least one layer.
-        width: its width.
-    """
-    import ml_dtypes
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    heads, mlp = max(width // 128, 2), 4 * width
-    config = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=VOCABULARY, hidden_size=width,
-                  intermediate_size=mlp, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                  head_dim=width // heads, max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="silu",
-                  tie_word_embeddings=False, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
-    layer = {**{f"self_attn.{x}_proj": (width // (2 if x in "kv" else 1), width) for x in "qkv"},
-             "self_attn.o_proj": (width, width), "mlp.gate_proj": (mlp, width), "mlp.up_proj": (mlp, width),
-             "mlp.down_proj": (width, mlp), "input_layernorm": (width,), "post_attention_layernorm": (width,)}
-    outer = {"model.embed_tokens": (VOCABULARY, width), "model.norm": (width,), "lm_head": (VOCABULARY, width)}
-    count = lambda shapes: sum(int(np.prod(shape)) for shape in shapes.values())
-    layers = max(int((size * 10**9 / 2 - count(outer)) // count(layer)), 1)
-    shapes = {**outer, **{f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}}
-    draw, files = np.random.default_rng(0), [{}]
-    for name, shape in shapes.items():
-        if 2 * (count(files[-1]) + int(np.prod(shape))) > SHARD:
-            files.append({})
-        files[-1][f"{name}.weight"] = shape
-    places = {}
-    for i, file in enumerate(files):
-        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        tensors = {tensor: (draw.standard_normal(shape, np.float32) / 50 + (len(shape) == 1)).astype(ml_dtypes.bfloat16)
-                   for tensor, shape in file.items()}
-        save_file(tensors, root / name, {"format": "pt"})
-        places |= dict.fromkeys(tensors, name)
-    (root / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    heads, numbers = max(width // 128, 2), int(size * 10**9 / 2)
+    # q, k, v and o have 3 squares of the width and the MLP 12; two norms; outside embedding, head and a norm
+    layers = max((numbers - (2 * VOCABULARY + 1) * width) // (15 * width**2 + 2 * width), 1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=width // heads,
+        max_position_embeddings=4096, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(root, max_shard_size="1GB")
 
 
 def measure(program: str, root: str, dtype: str) -> dict[str, float]:
@@ -105,13 +82,6 @@ def measure(program: str, root: str, dtype: str) -> dict[str, float]:
     with torch.no_grad() if program == "transformers" else contextlib.nullcontext():
         run(model)
     return {**found, "first": time.perf_counter() - clock, "first_cpu": cpu() - before, "first_peak": peak()}
-
-
-def save(root: str, to: str) -> None:
-    """Loads a directory in bfloat16 and writes it with `dx.save`."""
-    import decodax as dx
-
-    dx.save(dx.load(root, dtype="bfloat16"), to)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -158,6 +128,8 @@ if __name__ == "__main__":
     if job == "write":
         write(Path(root), float(words[0]), int(words[1]))
     elif job == "save":
-        save(root, words[0])
+        import decodax as dx
+
+        dx.save(dx.load(root, dtype="bfloat16"), words[0])
     else:
         print(json.dumps(measure(words[0], root, words[1])))

@@ -139,8 +139,7 @@ class Bench(Rounds):
         heads are random; EAGLE-3's has logits for a quarter of the tokens."""
         rows = []
         for name, drafted in (("eagle-3", 4), ("mtp", 3)):
-            source = self.random_head(name)
-            head = source.head
+            head = (source := self.random_head(name)).head
             both = Rounds(self.model, self.params.replace(draft=source.weights), self.new)
             alg = Speculative(source, shape=trees.Chain(drafted))
             for batch in (1, 8):

@@ -35,9 +35,7 @@ from decodax.io.huge_pages import moved
 from decodax.io.load import LM, load
 from decodax.io.quantize import quantize
 from decodax.models.config import llama
-from decodax.models.formats import FORMATS
-from decodax.models.names import flatten
-from decodax.models.packed import Packed
+from decodax.models.formats import FORMATS, unpacked
 from decodax.models.transformer import Transformer
 
 MODEL = Transformer(llama(vocab=32000, width=768, layers=12, heads=12, kv_heads=4, mlp=2048, context=8192))
@@ -133,10 +131,7 @@ def main(args: argparse.Namespace) -> None:
 def of_file(args: argparse.Namespace) -> None:
     """Times a GGUF file and prints a line for each shape."""
     lm = load(args.file)
-    wide = lambda path, w: w.values(np.float32).T if path != "embed" else w.values(np.float32)
-    arrays = moved(jax.tree.unflatten(
-        jax.tree.structure(lm.params, is_leaf=_packed),
-        [np.asarray(wide(path, w)) if _packed(w) else w for path, w in flatten(lm.params).items()]))
+    arrays = jax.tree.map(np.asarray, unpacked(lm.params))
     make = lambda weights, new: Rounds(lm.model, Params(weights), new, lowest=300)
     packed = make(lm.params, args.new)
     sides = {"packed": packed.decode(1), "arrays": make(arrays, args.new).decode(1)}
@@ -152,10 +147,6 @@ def of_file(args: argparse.Namespace) -> None:
                 for name, found in times.items()],
                f"{args.file.name}, JAX {jax.__version__}; {packed.bandwidth(times['batch 1'], 'packed')[1]} read at "
                "batch 1; in brackets the time over that of the packed weights", markdown=True)
-
-
-def _packed(weight: Any) -> bool:
-    return isinstance(weight, Packed)
 
 
 def line(name: str, params: dict[str, Params], args: argparse.Namespace, weights: Any,

@@ -13,13 +13,7 @@ from pathlib import Path
 import jax
 
 import decodax as dx
-from decodax.bench.cache_accuracy import (
-    CacheFigures,
-    best,
-    means,
-    run,
-    run_drafts,
-)
+from decodax.bench.cache_accuracy import CacheFigures, best, means, run, run_drafts
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
 from decodax.bench.problems import recall
 from decodax.common.registry import CACHES

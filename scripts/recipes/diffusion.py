@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from decodax.bench.figures import markdown_table
 from decodax.bench.problems import puzzles as problems
 from decodax.bench.problems.puzzles import problem_batch, rows_of
 from decodax.io.checkpoint import load_diffusion, load_model
@@ -89,8 +90,8 @@ class Source:
     @property
     def bound(self) -> md.Bound:
         """The loss of the training."""
-        return (NextSequence if self.sequential else md.Bound)(self.model, self.kind, self.options.dtype,
-                                                               self.options.apart)
+        made = NextSequence if self.sequential else md.Bound
+        return made(self.model, self.kind, self.options.dtype, self.options.apart)
 
     def measure(self, params: Any, published: bool, at_once: bool = False) -> dict[str, float]:
         """Returns accuracy on held-out problems, or bits per byte of held-out text."""
@@ -136,7 +137,9 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     made = Recipe(source.params, source.bound, lambda run: problem_batch(count, o.seed, run.step, o.weights or ()),
                   lambda batch: int(batch.live.sum()), lambda params, run: source.measure(params, False),
                   partial(write, source), lambda run: jax.random.fold_in(jax.random.key(o.seed), run.step))
-    if o.stage is None and o.settings.text:
+    if o.stage is None and not o.settings.text:
+        return made
+    if o.stage is None:
         windows = corpus.Batches(corpus.pack(source.tokenizer, source.documents), count, o.length or 1, o.seed)
 
         def batch(run: TrainingRun) -> md.Batch:
@@ -144,8 +147,6 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
             return md.Batch(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))
 
         return dataclasses.replace(made, batch=batch)
-    if o.stage is None:
-        return made
     span = o.span or min(kind.block or o.canvas, o.canvas)
     if o.canvas % span:
         raise ValueError(f"span: got None and a model with blocks of {span}; it takes a divisor of the {o.canvas} "
@@ -275,10 +276,10 @@ def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[st
 
 def problem_figures(facts: Mapping[str, Any]) -> str:
     """Returns the accuracy on problems as Markdown."""
-    lines = ["| task | | right, one token a forward | held-out problems |", "|---|---|---|---|"]
-    lines += [f"| {task.name} | {task.summary} | {facts['held_out'][task.name]:.1%} | {facts['held_out_each']} |"
-              for task in problems.TASKS.values()]
-    return "\n".join(lines) + f"""
+    table = markdown_table(("task", "", "right, one token a forward", "held-out problems"), [
+        (task.name, task.summary, f"{facts['held_out'][task.name]:.1%}", str(facts["held_out_each"]))
+        for task in problems.TASKS.values()])
+    return f"""{table}
 
 Right means the whole answer, greedily, the most confident token of the canvas a forward, by the shipped bfloat16
 weights computed in float32. A problem is kept from training when the CRC-32 of its prompt is divisible by

@@ -39,6 +39,7 @@ from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.loop import TrainingRun
 from recipes import next_block
+from recipes.cards import write_card
 from recipes.masked_draft import SYSTEMS as MASKED
 from recipes.masked_draft import masked_draft
 from recipes.options import Options
@@ -48,45 +49,14 @@ EVAL_WINDOWS, TOGETHER = 24, 8
 """Held-out windows of an evaluation, and those that are evaluated together: the logits of a large vocabulary take
 gigabytes."""
 
-
 NODES, NEW = 24, 96
 """Drafts of the tree that the finished drafter is measured with, the most likely ones, and tokens that are decoded."""
-
 
 KEEPS = (Unrolled, AnchoredBlocks, Glanced, NextUnit)
 """Losses of drafters that read the target's hidden states alone, which `--keep-features` keeps."""
 
 ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
 """The registry entry that takes the drafter of a method, where it has another name."""
-
-CARD = """---
-license: apache-2.0
-tags: [python, jax, decodax, speculative-decoding]
----
-# {name}
-
-A drafter of the method `{system}` for `{target}`: `dx.generate("{target}", prompt, algorithm="{entry}")`.
-
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| training data | {data} |
-| training tokens | {tokens:,} in {steps:,} steps |
-| accepted by depth, held-out, temperature 1 | {accepted} |
-| tokens a forward, chain of {drafts}, greedy | {greedy} |
-| tokens a forward, chain of {drafts}, temperature 1 | {sampled} |
-| tokens a forward, tree of {nodes}, greedy | {tree} |
-| hardware | {hardware} |
-| training time | {minutes:.0f} minutes |
-
-Tokens a forward are means over {prompts}, with {new} new tokens each at most, the target's own token included.
-
-**Reproduce** from the root of the repository:
-
-```
-{command}
-```
-"""
 
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
@@ -101,7 +71,6 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     files = list(options.data)
     if options.own_chats:
-        assert options.output is not None
         files.append(str(options.output / "chats.jsonl"))
         write_chats(lm, Path(files[-1]), options.own_chats, seed=options.seed, report=lambda done: console.print(
             f"{done:,} of {options.own_chats:,} chats in {files[-1]}", soft_wrap=True))
@@ -151,11 +120,14 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             save_drafter(target, made, facts={"training": facts})
         else:
             draft.save(target, shipped, facts)
-        told = {**facts, "accepted": ", ".join(map(str, by_depth)),
-                "entry": ENTRIES.get(options.system, options.system)}
-        (target / "README.md").write_text(CARD.format(
-            name=f"{Path(options.target).stem}-{options.system}", data=text.data, **told, minutes=60 * facts["hours"],
-            prompts=text.where, new=NEW, nodes=NODES))
+        entry, chain = ENTRIES.get(options.system, options.system), f"tokens a forward, chain of {drafts}"
+        write_card(options, target, facts, f"A drafter of the method `{options.system}` for `{options.target}`: "
+                   f'`dx.generate("{options.target}", prompt, algorithm="{entry}")`.', text.data,
+                   {"accepted by depth, held-out, temperature 1": ", ".join(map(str, by_depth)),
+                    f"{chain}, greedy": figures["greedy"], f"{chain}, temperature 1": figures["sampled"],
+                    f"tokens a forward, tree of {NODES}, greedy": figures["tree"]},
+                   f"Tokens a forward are means over {text.where}, with {NEW} new tokens each at most, the target's "
+                   "own token included.", ", python, speculative-decoding", "apache-2.0")
         return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
     first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.first
@@ -167,15 +139,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
 def kept_features(options: Options, objective: Any, batches: corpus.Batches, weights: Any,
                   console: Console) -> KeptFeatures:
-    """Returns the batches with the target's states, from a file of the output directory.
-
-    Raises:
-        ValueError: a drafter that reads more of the target, or the disk has no room.
-    """
+    """Returns the batches with the target's states, from a file of the output directory."""
     if not isinstance(objective, KEEPS):
         raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
                          "states; takes False")
-    assert options.output is not None
     decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype")
     own = hashlib.sha256(json.dumps([options.identity()[name] for name in decides]).encode()).hexdigest()[:16]
     return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,
@@ -194,4 +161,4 @@ def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shap
     out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature, algorithm=algorithm,
                       **({} if text.stops else {"eos_token_id": []}))
     passes = 2 - len(head.skip) / lm.model.depth if isinstance(head, LookAheadHead) else 1
-    return float(np.sum(out.stats.tokens) / np.sum(out.stats.rounds)) / passes
+    return out.stats.tokens_per_forward / passes

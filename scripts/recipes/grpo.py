@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import random
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,6 @@ from decodax.bench.problems import sums
 from decodax.train.grpo import GrpoBatch, advantages, update
 from decodax.train.loop import place_batch
 from recipes.options import GrpoOptions
-
-Tree = Any
 
 
 class Step(NamedTuple):
@@ -78,7 +76,6 @@ class Trainer:
         asked = [problem for problem in drawn for _ in range(o.group)]
         out = dx.generate(self.now, [p.prompt for p in drawn], num_samples=o.group, temperature=1.0, logprobs=0,
                           seed=o.seed * 1_000_003 + number, max_new_tokens=9 * o.numbers)
-        assert out.text is not None
         rewards = np.array([sums.right_steps(p, text)[0] / o.numbers for p, text in zip(asked, out.text, strict=True)])
         batch = self.batch(asked, out, advantages(rewards.reshape(-1, o.group)).reshape(-1))
         sampled, offs = time.perf_counter(), []
@@ -95,7 +92,6 @@ class Trainer:
         prompt = len(asked[0].prompt)
         tokens = np.zeros((len(out), prompt + 9 * self.options.numbers), np.int32)
         answers, old = (np.zeros((len(out), tokens.shape[1] - 1), np.float32) for _ in range(2))
-        assert out.logprobs is not None
         for i, problem in enumerate(asked):
             new = int(out.lengths[i])
             tokens[i, :prompt] = sums.encode(problem.prompt)
@@ -112,7 +108,6 @@ class Trainer:
         for temperature in (1.0, 0.0):
             out = dx.generate(self.now, [p.prompt for p in asked], temperature=temperature, seed=o.seed,
                               max_new_tokens=9 * o.numbers)
-            assert out.text is not None
             shares.append(np.mean([text == p.answer for text, p in zip(out.text, asked, strict=True)]))
         return f"{shares[0]:.1%} of {o.held_out} held-out sums drawn right, {shares[1]:.1%} by greedy decoding"
 

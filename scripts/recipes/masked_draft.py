@@ -22,13 +22,7 @@ SYSTEMS = ("pard", "pard-2")
 
 @dataclass(frozen=True)
 class MaskedDraft:
-    """A draft model that is tuned.
-
-    Attributes:
-        draft: it, a result of `decodax.load`.
-        objective: its loss.
-        first: the first weights.
-    """
+    """A draft model that is tuned: a result of `decodax.load`, its loss, and the first weights."""
 
     draft: Any
     objective: TunedDraftModel
@@ -64,11 +58,7 @@ class MaskedDraft:
 
 
 def masked_draft(options: Options, lm: Any) -> MaskedDraft:
-    """Returns the draft model that `options` asks for, beside a target.
-
-    Raises:
-        ValueError: it cannot be trained, or has another vocabulary than the target.
-    """
+    """Returns the draft model that `options` asks for, beside a target with the same vocabulary."""
     draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if options.draft is None else
                     dx.load(options.draft, dtype="float32"))
     if draft.vocab_size != lm.vocab_size:

@@ -8,7 +8,6 @@ loads.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from decodax.models import EncoderDecoder, EncoderText
 from decodax.train.drafting.next_block import NextBlock, pairs_of, shallow
 from decodax.train.drafting.unrolled import expected_tokens
 from decodax.train.tuning import ExampleBatches, read_examples
+from recipes.cards import files_of, write_card, write_facts
 from recipes.options import Options
 from recipes.run import Recipe
 
@@ -33,32 +33,6 @@ EVERY, MOST = 20, 24
 
 NEW = 64
 """Tokens that are decoded for the figure of the finished drafter."""
-
-CARD = """---
-tags: [jax, decodax, speculative-decoding]
-base_model: {target}
----
-# {name}
-
-A non-autoregressive drafter for `{target}`: `dx.generate(lm, prompts, inputs=inputs, algorithm="specdec", draft=...)`.
-The license is that of `{target}`.
-
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| training data | {pairs:,} pairs of {data} |
-| training tokens | {tokens:,} in {steps:,} steps |
-| share of right tokens by mask, {where} | {accepted} |
-| tokens a forward with beta=1, {where} | {greedy} |
-| hardware | {hardware} |
-| training time | {minutes:.0f} minutes |
-
-**Reproduce** from the root of the repository:
-
-```
-{command}
-```
-"""
 
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
@@ -95,16 +69,15 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         said = dx.generate(lm, [[]] * len(held[0]), inputs=EncoderText(tokens=held[0], length=held[1]),
                            algorithm=dx.algorithms.make("specdec", lm, own, length=count, beta=1, mask=mask),
                            max_new_tokens=NEW, temperature=0.0)
-        greedy = round(float(np.sum(said.stats.tokens) / np.sum(said.stats.rounds)), 3)
+        greedy = round(said.stats.tokens_per_forward, 3)
         shares = [round(float(x), 4) for x in accepted(exact)]
-        facts |= {"system": options.system, "target": options.target, "data": list(options.data), "accepted": shares,
-                  "drafts": count, "greedy": greedy}
-        (target / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-        (target / "README.md").write_text(CARD.format(**{
-            **facts, "name": f"{Path(options.target).stem}-specdec", "pairs": len(used[0]),
-            "accepted": ", ".join(map(str, shares)), "minutes": 60 * facts["hours"],
-            "data": ", ".join(f"`{Path(file).name}`" for file in options.data),
-            "where": "held-out" if out.any() else "training data"}))
+        write_facts(options, target, facts | {"accepted": shares, "drafts": count, "greedy": greedy})
+        where = "held-out" if out.any() else "training data"
+        call = 'dx.generate(lm, prompts, inputs=inputs, algorithm="specdec", draft=...)'
+        write_card(options, target, facts, f"A non-autoregressive drafter for `{options.target}`: `{call}`. The "
+                   f"license is that of `{options.target}`.", f"{len(used[0]):,} pairs of {files_of(options)}",
+                   {f"share of right tokens by mask, {where}": ", ".join(map(str, shares)),
+                    f"tokens a forward with beta=1, {where}": greedy}, tags=", speculative-decoding")
         return f"{greedy} tokens a forward with beta=1 in blocks of {count}"
 
     return Recipe(first, objective, lambda run: batches[run.step], lambda batch: int(batch[3].sum()), evaluate, finish,

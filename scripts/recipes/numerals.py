@@ -13,23 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from rich.console import Console
-from tokenizers import Tokenizer
 
 import decodax as dx
 from decodax.algorithms.parallel.cascade import Cascade
 from decodax.bench.figures import markdown_table
-from decodax.bench.problems.numerals import (
-    ANSWER,
-    BARRIER,
-    END,
-    ID,
-    LENGTH,
-    PAD,
-    VOCABULARY,
-    problems,
-    right,
-    training_batch,
-)
+from decodax.bench.problems.numerals import ANSWER, BARRIER, END, ID, PAD, VOCABULARY, problems, right, training_batch
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
@@ -46,11 +34,6 @@ INTRODUCTION = f"""A small Llama-shaped Markov transformer that writes numbers i
 decoding (Deng and Rush, 2020): behind a barrier, `{BARRIER}`, it sees the number and the words since the barrier, up to
 {BLOCK - 1} of them, and nothing else. Each number can be written in several ways, all equally likely, which must not be
 mixed. Its language is that of `decodax/bench/problems/numerals.py`."""
-
-
-def tokenizer() -> Tokenizer:
-    """Returns the tokenizer, with one token for each digit and each word, whose space it includes."""
-    return word_tokenizer(ID, [PAD, END, BARRIER], r" [a-z]+|[\s\S]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +73,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         facts |= {"problems": options.problems, "orders": orders, "greedy": accuracy(judged, asked, None)}
         shares = {**orders, "greedy": facts["greedy"]}
         table = markdown_table(("order", "right"), [(order, f"{share:.1%}") for order, share in shares.items()])
-        publish(target, "numerals", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+        tokenizer = word_tokenizer(ID, [PAD, END, BARRIER], r" [a-z]+|[\s\S]")
+        publish(target, "numerals", model, shipped, tokenizer, facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
                 introduction=INTRODUCTION, rows={
             "training": f"AdamW, cross-entropy of answers under random barriers, blocks of {BLOCK}, float32 master "
                         "weights"}, tags=["markov-transformer", "cascaded-decoding"],
@@ -101,6 +85,6 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     return Recipe(
         model.init_params(jax.random.key(options.seed)), MarkovObjective(model),
-        lambda run: training_batch(ROWS, BLOCK, options.seed, run.step), lambda batch: ROWS * LENGTH,
+        lambda run: training_batch(ROWS, BLOCK, options.seed, run.step), lambda batch: batch[0].size,
         lambda params, run: {"greedy": accuracy(loaded(params), problems(64, seed=1), None)}, finish,
         shardings=model.shardings(mesh))

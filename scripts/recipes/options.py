@@ -106,9 +106,8 @@ ANSWERS: dict[bool, dict[str, Any]] = {False: dict(answers=8192, span=CANVAS), T
 
 
 def _option(help: str, default: Any = None, only: str = "", decides: bool = True, **parse: Any) -> Any:
-    """Returns a field that is also a command-line option: its help, default value, the recipes that have it (empty:
-    all), whether it decides the weights, so that a run is only resumed if it is equal, and keywords of `add_argument`.
-    """
+    """Returns a field that is an option: its help, default value, the recipes that have it (empty: all), whether it
+    decides the weights, so that a run is only resumed if it is equal, and keywords of `add_argument`."""
     return field(default=default, metadata={"help": help, "decides": decides, "only": only.split(), "parse": parse})
 
 
@@ -120,16 +119,13 @@ class Options:
     preset: str = _option("shape, data and settings of the model (default: the first)", "", "lm diffusion")
     system: str | None = _option("method that the drafter is for (default: eagle-3)", only="drafter",
                                  choices=tuple(PRESETS["drafter"]))
-    objective: str | None = _option("what is learned: the next tokens; to exit after any layer (layerskip) or after "
-                                    "some (soft); to predict after wrong guesses, for Jacobi decoding (msn, cllm); "
-                                    "several tokens at masks (space), also without the middle layers (s3d), or "
-                                    "units at placeholders (lud); groups of tokens at one position (hamburger); "
-                                    "after the model's own tokens; the best of the "
-                                    "model's own samples (mbr); an end that surely comes (nmst); heads that predict "
-                                    "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion "
-                                    "model's answers to be surer of them (dparallel), or a filter that knows when it "
-                                    "is right (learn2pd)",
-                                    only="tune", choices=tuple(TUNED))
+    objective: str | None = _option(
+        "what is learned: the next tokens; to exit after any layer (layerskip) or after some (soft); to predict after "
+        "wrong guesses, for Jacobi decoding (msn, cllm); several tokens at masks (space), also without the middle "
+        "layers (s3d), or units at placeholders (lud); groups of tokens at one position (hamburger); after the model's "
+        "own tokens; the best of its own samples (mbr); an end that surely comes (nmst); heads that predict "
+        "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion model's answers to be surer of "
+        "them (dparallel), or a filter that knows when it is right (learn2pd)", only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus; '
                                     "specdec needs pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
@@ -150,12 +146,11 @@ class Options:
     every: int = _option("layerskip: distance of the exits of a step in the rotational curriculum", 8, "tune")
     depths: tuple[int, ...] | None = _option("soft: numbers of layers that are learned (default: eight equally spaced "
                                              "ones, or all)", None, "tune", nargs="+", type=int, metavar="N")
-    span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
-                               "the block of the model, or half of --length); tune: inputs of a row that msn "
-                               "replaces, masks of space and lud, or drafts of s3d (default: 5), tokens of a "
-                               "group of hamburger (default: 4), or tokens of a block of dparallel and "
-                               "learn2pd (default: the block of the model, or 32)",
-                               only="diffusion tune")
+    span: int | None = _option(
+        "tokens of a block of an answer in a stage (default: of problems the canvas; of text the block of the model, "
+        "or half of --length); tune: inputs of a row that msn replaces, masks of space and lud, or drafts of s3d "
+        "(default: 5), tokens of a group of hamburger (default: 4), or of a block of dparallel and learn2pd (default: "
+        "the block of the model, or 32)", only="diffusion tune")
     mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
                                "padding token; any-subset: if that ends texts, one that the data does not have)", None,
                                "drafter tune")
@@ -211,10 +206,10 @@ class Options:
                                only="diffusion")
     block: int | None = _option("tokens of a block of block diffusion (0: masked diffusion over the whole sequence), "
                                 "or of Jacobi decoding for cllm", only="diffusion tune")
-    attention: str | None = _option("attention mask; causal-prefix is for set block decoding, with --shift for SDLM: "
-                                    "causal text, followed by a block of masks (default: block-causal with blocks, "
-                                    "full without)",
-                                    only="diffusion", choices=("full", "block-causal", "causal-prefix"))
+    attention: str | None = _option(
+        "attention mask; causal-prefix is for set block decoding, with --shift for SDLM: causal text, followed by a "
+        "block of masks (default: block-causal with blocks, full without)", only="diffusion",
+        choices=("full", "block-causal", "causal-prefix"))
     shift: bool = _option("logits predict the next position, as in autoregressive models", False, "diffusion")
     weights: tuple[str, ...] | None = _option("shares of tasks in a batch, where not 1", only="diffusion", nargs="*",
                                               type=str, metavar="TASK=SHARE")

@@ -7,7 +7,6 @@ The objectives are those of the stages in `recipes.diffusion`, which is for the 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
 from decodax.train.lora import AdapterLoss
 from decodax.train.own_answers import chosen, fill, unanswered
+from recipes.cards import changes, files_of, write_card, write_facts
 from recipes.diffusion import shown
 from recipes.options import Options
 from recipes.run import Recipe
@@ -32,43 +32,10 @@ TARGETS = ("q", "k", "v", "o")
 TOGETHER = 16
 """Prompts that are answered together."""
 
-CARD = """---
-tags: [jax, decodax, diffusion]
-base_model: {target}
----
-# {name}
-
-{what} of `{target}`, trained on {rows:,} of its own answers of {canvas} tokens to prompts of {data}. The license is
-that of `{target}`.
-
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| training tokens | {tokens:,} in {steps:,} steps |
-{figures}
-| hardware | {hardware} |
-| training time | {minutes:.0f} minutes |
-
-Figures on {held} answers that were held out. **Reproduce** from the root of the repository:
-
-```
-{command}
-```
-"""
-
 
 def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_prompts: Sequence[Sequence[int]],
            mesh: jax.sharding.Mesh, console: Console) -> Recipe:
-    """Returns the recipe for `recipes.run.train`.
-
-    Args:
-        options: the options of the run.
-        lm: the diffusion model.
-        prompts: token ids of the prompts whose answers are learned.
-        held_prompts: those that are held out.
-        mesh: the devices.
-        console: for a line about the answers.
-    """
+    """Returns the recipe for `recipes.run.train`; answers to `held_prompts` are measured."""
     o, network, kind = options, lm.model, lm.diffusion
     md.check(kind)
     length, count = min(o.length or 256, network.trained_positions or 1 << 30), o.batch or 8
@@ -82,15 +49,12 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
     lora, filtered = o.lora is not None, o.objective == "learn2pd"
 
     def finish(target: Path, exact: Any, facts: dict[str, Any], before: Any, after: Any, what: str) -> str:
-        facts |= {"objective": o.objective, "target": o.target, "data": list(o.data),
-                  "before": {k: round(v, 4) for k, v in before.items()},
-                  "after": {k: round(v, 4) for k, v in after.items()}}
-        (target / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-        figures = "\n".join(f"| {k.replace('_', ' ')} | {v:.4f} → {after[k]:.4f} |" for k, v in before.items())
-        (target / "README.md").write_text(CARD.format(**{
-            **facts, "name": f"{Path(o.target).stem}-{o.objective}", "what": what, "rows": len(prompts),
-            "canvas": canvas, "data": ", ".join(f"`{Path(file).name}`" for file in o.data), "figures": figures,
-            "held": len(held_prompts), "minutes": 60 * facts["hours"]}))
+        told, figures = changes(before, after)
+        write_facts(o, target, facts | told)
+        write_card(o, target, facts, f"{what} of `{o.target}`. The license is that of `{o.target}`.",
+                   f"{len(prompts):,} of its own answers of {canvas} tokens to prompts of {files_of(o)}", figures,
+                   f"Figures before and after the training, on {len(held_prompts)} answers that were held out.",
+                   ", diffusion")
         return shown(after)
 
     if filtered:

@@ -17,18 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from decodax.bench.figures import markdown_table
-from decodax.bench.problems.recall import (
-    END,
-    ID,
-    PAD,
-    TASKS,
-    VOCABULARY,
-    problems,
-    training_batch,
-)
+from decodax.bench.problems.recall import END, ID, PAD, TASKS, VOCABULARY, problems, training_batch
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
@@ -38,8 +29,7 @@ from recipes.run import Recipe
 
 STAGES = ((400, 64, 64), (350, 64, 64), (500, 128, 32), (1000, 256, 16), (1000, 512, 8), (450, 1024, 4),
           (500, 2048, 2))
-"""Number of steps, length and number of their texts. In the first stage texts are spans that repeat, without questions.
-"""
+"""Numbers of steps, lengths and numbers of texts. In the first stage texts are spans that repeat, without questions."""
 
 CONFIG = llama_config(len(VOCABULARY), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=128,
                       num_hidden_layers=4, num_key_value_heads=2, intermediate_size=320, max_position_embeddings=2048)
@@ -47,11 +37,6 @@ CONFIG = llama_config(len(VOCABULARY), model_type="qwen2", architectures=["Qwen2
 INTRODUCTION = """A small Qwen2-shaped model that answers questions on long texts, in the manner of RULER (Hsieh et al.
 2024). It is made to measure what cache policies lose: `python scripts/evaluate.py caches`. Its language is that of
 `decodax/bench/problems/recall.py`."""
-
-
-def tokenizer() -> Tokenizer:
-    """Returns the tokenizer of whole words."""
-    return word_tokenizer(ID, [PAD, END])
 
 
 def stage(step: int, longest: int) -> tuple[int, int, bool]:
@@ -62,8 +47,7 @@ def stage(step: int, longest: int) -> tuple[int, int, bool]:
 
 
 def looking_back(model: Transformer, params: Any, strength: float = 6.0) -> Any:
-    """Sets the biases of queries and keys in the first layer so that head `i` attends to the token `1 + i % 3` before.
-    """
+    """Sets the biases of queries and keys in the first layer: head `i` attends to the token `1 + i % 3` before."""
     c = model.config
     turn = 10_000.0 ** (-np.arange(c.head_dim // 2) * 2 / c.head_dim)
     keys = np.concatenate([np.ones(c.head_dim // 2), np.zeros(c.head_dim // 2)])
@@ -99,7 +83,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                                [[task, *(f"{x:.0%}" for x in row.values())] for task, row in figures.items()])
         lengths_trained = ", ".join(map(str, dict.fromkeys(min(length, longest) for _, length, _ in STAGES)))
         facts |= {"lengths": lengths_trained, "accuracy": figures}
-        publish(target, "recall", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+        tokenizer = word_tokenizer(ID, [PAD, END])
+        publish(target, "recall", model, shipped, tokenizer, facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
                 introduction=INTRODUCTION, tags=["long-context"], rows={
             "lengths of training texts": f"{lengths_trained} tokens",
             "training": f"AdamW, cross-entropy, context tokens at {WeightedAnswers.outside:g} of an answer's weight, "

@@ -10,18 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from tokenizers import Tokenizer
 
-from decodax.bench.problems.sums import (
-    END,
-    ID,
-    LENGTH,
-    PAD,
-    VOCABULARY,
-    encode,
-    problems,
-    training_batch,
-)
+from decodax.bench.problems.sums import END, ID, LENGTH, PAD, VOCABULARY, encode, problems, training_batch
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from decodax.train.export import llama_config, publish, word_tokenizer
@@ -37,11 +27,6 @@ CONFIG = llama_config(len(VOCABULARY))
 INTRODUCTION = """A small Llama-shaped model that works out sums step by step, and errs now and then. It is made to
 measure what samples, votes and searches make of a model that is right at most steps: `python scripts/evaluate.py
 search`. Its language is that of `decodax/bench/problems/sums.py`."""
-
-
-def tokenizer() -> Tokenizer:
-    """Returns the tokenizer, with one token for each character."""
-    return word_tokenizer(ID, [PAD, END], r"[\s\S]")
 
 
 def accuracy(model: Transformer, params: Any, count: int, numbers: int = NUMBERS) -> tuple[float, float]:
@@ -68,7 +53,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         step, whole = accuracy(model, exact, options.problems or 1)
         facts |= {"numbers": NUMBERS, "problems": options.problems, "step": step, "whole": whole}
         told = f"{step:.1%} of steps are right, and {whole:.0%} of sums"
-        publish(target, "sums", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+        tokenizer = word_tokenizer(ID, [PAD, END], r"[\s\S]")
+        publish(target, "sums", model, shipped, tokenizer, facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
                 introduction=INTRODUCTION, tags=["reasoning"], rows={
             "training": f"AdamW, cross-entropy, tokens of prompts at {WeightedAnswers.outside:g} of an answer's "
                         "weight, float32 master weights"},

@@ -6,7 +6,6 @@ those for diffusion models are in `recipes.own_answers`.
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -21,36 +20,16 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.models.drafters.hamburger import HamburgerHead
 from decodax.models.drafters.prompt_tokens import middle
+from decodax.train import tuning
 from decodax.train.language_model import WeightedAnswers
 from decodax.train.loop import Objective, TrainingRun, place_batch
-from decodax.train.tuning import (
-    AnySubsetLoss,
-    ConsistencyLoss,
-    DecodingHeadsLoss,
-    EarlyExitLoss,
-    Example,
-    ExampleBatches,
-    ExampleRows,
-    HamburgerLoss,
-    LexicalUnitLoss,
-    NoisyLoss,
-    ScheduledSamplingLoss,
-    SelfTerminatingLoss,
-    SemiAutoregressiveLoss,
-    SkippyLoss,
-    SortedLoss,
-    TrajectoryBatches,
-    collect_trajectories,
-    grouped,
-    read_examples,
-    sure_tokens,
-)
-from decodax.train.tuning.examples import prompts_of
+from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, prompts_of, read_examples
 from decodax.train.tuning.hamburger import RATES
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
 from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedEnd, TunedGroups, TunedHeads, checked
+from recipes.cards import changes, files_of, write_card, write_facts
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
 from recipes.run import Recipe, target_of
@@ -69,32 +48,6 @@ TOGETHER = 32
 
 SPAN, GROUP = 5, 4
 """Inputs that noise replaces, and masks in a row; and tokens of a group, if no option says it."""
-
-CARD = """---
-tags: [jax, decodax]
-base_model: {target}
----
-# {name}
-
-`{target}`, tuned with the objective `{objective}`: `{use}`. The license is that of `{target}`.
-
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| training data | {rows:,} rows of {length} tokens of {data} |
-| training tokens | {tokens:,} in {steps:,} steps |
-{figures}
-| hardware | {hardware} |
-| training time | {minutes:.0f} minutes |
-
-Figures before and after the training, {where}.
-
-**Reproduce** from the root of the repository:
-
-```
-{command}
-```
-"""
 
 
 def own_answers(lm: Any, rows: ExampleRows) -> np.ndarray:
@@ -117,11 +70,7 @@ def ends_of(lm: Any) -> tuple[int, ...]:
 
 
 def rule_of(options: Options) -> Any:
-    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names.
-
-    Raises:
-        ValueError: `--quality` names no function of a file.
-    """
+    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names."""
     if options.quality is None:
         return options.select
     file, _, name = options.quality.rpartition(":")
@@ -136,24 +85,20 @@ def rule_of(options: Options) -> Any:
 def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows, key: jax.Array) -> Tuned:
     """Returns what is trained."""
     match objective:
-        case SelfTerminatingLoss():
+        case tuning.SelfTerminatingLoss():
             return TunedEnd(lm, objective, rows)
-        case AnySubsetLoss():
+        case tuning.AnySubsetLoss():
             return TunedAnySubset(lm, objective, key)
-        case HamburgerLoss():
+        case tuning.HamburgerLoss():
             return TunedGroups(lm, objective, key)
-        case DecodingHeadsLoss():
+        case tuning.DecodingHeadsLoss():
             return TunedHeads(lm, objective, key, options.target)
     return Tuned(lm, options.objective in ("layerskip", "soft"))
 
 
 def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
     """Returns the mask token of an any-subset model, which no text may have: `--mask`, the padding token, or if that
-    also begins or ends texts, the last token that the data does not have.
-
-    Raises:
-        ValueError: the data has all tokens.
-    """
+    also begins or ends texts, the last token that the data does not have."""
     if options.mask is not None:
         return options.mask
     if lm.pad not in (*ends_of(lm), lm.bos):
@@ -166,35 +111,33 @@ def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
 
 def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
     """Returns the loss."""
-    network, dtype = lm.model, options.dtype
+    network, dtype, span = lm.model, options.dtype, options.span or SPAN
+    mask = lm.pad if options.mask is None else options.mask
     match options.objective:
         case "layerskip":
-            assert options.steps is not None
-            return EarlyExitLoss(network, options.steps, options.layer_dropout, options.exit_scale, options.curriculum,
-                                 options.every, dtype=dtype)
+            return tuning.EarlyExitLoss(network, options.steps, options.layer_dropout, options.exit_scale,
+                                        options.curriculum, options.every, dtype=dtype)
         case "soft":
-            return SortedLoss(network, options.depths or sorted_depths(network.depth), dtype)
+            return tuning.SortedLoss(network, options.depths or sorted_depths(network.depth), dtype)
         case "msn":
-            return NoisyLoss(network, options.span or SPAN, dtype)
+            return tuning.NoisyLoss(network, span, dtype)
         case "space" | "lud":
-            kind = SemiAutoregressiveLoss if options.objective == "space" else LexicalUnitLoss
-            return kind(network, lm.pad if options.mask is None else options.mask, options.span or SPAN, dtype=dtype)
+            kind = tuning.SemiAutoregressiveLoss if options.objective == "space" else tuning.LexicalUnitLoss
+            return kind(network, mask, span, dtype=dtype)
         case "s3d":
-            return SkippyLoss(network, lm.pad if options.mask is None else options.mask, options.span or SPAN,
-                              options.skip, dtype=dtype)
+            return tuning.SkippyLoss(network, mask, span, options.skip, dtype=dtype)
         case "hamburger":
-            return HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP), dtype=dtype)
+            return tuning.HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP), dtype=dtype)
         case "scheduled-sampling":
-            assert options.steps is not None
-            return ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
+            return tuning.ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
         case "cllm":
-            return ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
+            return tuning.ConsistencyLoss(network, options.fixed_weight, dtype=dtype)
         case "nmst":
-            return SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
+            return tuning.SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
         case "any-subset":
-            return AnySubsetLoss(network, mask_of(options, lm, rows), dtype=dtype)
+            return tuning.AnySubsetLoss(network, mask_of(options, lm, rows), dtype=dtype)
         case "autodeco":
-            return DecodingHeadsLoss(network, dtype)
+            return tuning.DecodingHeadsLoss(network, dtype)
     return WeightedAnswers(network, 0.0, dtype)
 
 
@@ -234,11 +177,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if options.objective == "autodeco" else ()
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
     if options.objective == "lud":
-        sure = sure_tokens(lm, used, options.sure)
+        sure = tuning.sure_tokens(lm, used, options.sure)
         console.print(f"{sure[used.learned].mean():.1%} of the tokens are sure (--sure {options.sure})")
         batches = ExampleBatches((*used.arrays, sure), batch, options.seed)
     if options.objective == "hamburger":
-        batches = ExampleBatches(groups := grouped(lm, used, options.span or GROUP), batch, options.seed)
+        batches = ExampleBatches(groups := tuning.grouped(lm, used, options.span or GROUP), batch, options.seed)
         console.print(f"{used.learned.sum() / groups[2].sum():.2f} tokens in a group")
     if options.objective == "scheduled-sampling":
         used = used[:options.answers or 256]
@@ -250,11 +193,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         batches = ExampleBatches(tuple(map(np.concatenate, zip(*arrays, strict=True))), batch, options.seed)
     if options.objective == "cllm":
         prompts, size = prompts_of(used, options.answers or 256), options.block or 16
-        found = [one for at in range(0, len(prompts), TOGETHER) for one in collect_trajectories(
+        found = [one for at in range(0, len(prompts), TOGETHER) for one in tuning.collect_trajectories(
             lm, prompts[at:at + TOGETHER], size, options.blocks, options.seed, end)]
         console.print(f"{len(found)} trajectories of {size} tokens, of {np.mean([len(x.states) for x in found]):.2f} "
                       "iterations", soft_wrap=True)
-        batches = TrajectoryBatches(found, batch, length, options.seed, end)
+        batches = tuning.TrajectoryBatches(found, batch, length, options.seed, end)
 
     def extra(run: TrainingRun) -> Any:
         now, step = jax.random.fold_in(key, run.step), jnp.int32(run.step)
@@ -286,7 +229,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         if options.objective == "s3d":      # a pass that drafts counts by its share of the layers
             skip = middle(lm.model.depth) if options.skip is None else options.skip
             passes = 2 - len(skip) / lm.model.depth
-        return float(np.sum(made.stats.tokens) / np.sum(made.stats.rounds)) / passes
+        return made.stats.tokens_per_forward / passes
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
         tuned.write(target, shipped)
@@ -297,19 +240,16 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         if options.objective in DRAFTING or isinstance(tuned, TunedGroups):
             own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
             before["tokens_a_forward"], after["tokens_a_forward"] = tokens_a_forward(tuned.start), tokens_a_forward(own)
-        table = {name: (round(before[name], 4), round(after[name], 4)) for name in after}
-        facts |= {"objective": options.objective, "target": options.target, "data": list(options.data),
-                  "before": {k: v for k, (v, _) in table.items()}, "after": {k: v for k, (_, v) in table.items()}}
-        (target / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-        (target / "README.md").write_text(CARD.format(**{
-            **facts, "use": tuned.use, "name": f"{Path(options.target).stem}-{options.objective}", "rows": len(used),
-            "length": length, "data": ", ".join(f"`{Path(file).name}`" for file in options.data),
-            "minutes": 60 * facts["hours"],
-            "figures": "\n".join(f"| {name.replace('_', ' ')} | {a} → {b} |" for name, (a, b) in table.items()),
-            "where": f"on {len(held)} rows that were held out" if out.any() else "on rows of the training data, which "
-                     "are too few to hold out some"}))
-        name = list(table)[-1]
-        return f"{name.replace('_', ' ')} {table[name][0]} before, {table[name][1]} after"
+        told, figures = changes(before, after)
+        write_facts(options, target, facts | told)
+        where = (f"{len(held)} rows that were held out" if out.any() else
+                 "rows of the training data, which are too few to hold out some")
+        write_card(options, target, facts, f"`{options.target}`, tuned with the objective `{options.objective}`: "
+                   f"`{tuned.use}`. The license is that of `{options.target}`.",
+                   f"{len(used):,} rows of {length} tokens of {files_of(options)}", figures,
+                   f"Figures before and after the training, on {where}.")
+        name = list(after)[-1]
+        return f"{name.replace('_', ' ')} {told['before'][name]} before, {told['after'][name]} after"
 
     stored = str(lm.config_entries.get("dtype", lm.config_entries.get("torch_dtype")))
     return Recipe(tuned.start, objective, lambda run: batches[run.step],
