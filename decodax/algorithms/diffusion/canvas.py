@@ -54,8 +54,8 @@ class Canvas(Struct):
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """Returns the views of the rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`) are tokens that
-    end a text."""
+    """Returns the window of each row as a `View`: the `width` positions of the canvas `c` from `c.start` on. `eos`
+    (`i32[B, E]`) are tokens that end a text; None: no such tokens."""
     window = lambda x: cut(x, c.start, width)
     return View(
         positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=window(c.tokens), open=window(c.open),
@@ -66,7 +66,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """Returns the result of `look`, with the whole text in `View.text`."""
+    """Returns the window of each row as `look` does, with the whole text and the model's cache added in `View.text`."""
     return look(s, c, width, eos).replace(text=WholeText(open=c.open, when=c.when, cache=s.cache))
 
 

@@ -97,7 +97,7 @@ class MaskBlocks(PromptTokens):
 
     @property
     def size(self) -> int:
-        """Number of nodes of a block: the copy and the masks."""
+        """Number of window positions for the drafts after one token: a copy of the token, and the masks after it."""
         return self.head.heads + 1
 
     def through(self, model: Any) -> Any:
