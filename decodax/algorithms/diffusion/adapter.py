@@ -24,8 +24,8 @@ class Nodes(Struct):
     Attributes:
         positions: `i32[B, n]`, absolute positions.
         live: `bool[B, n]`, False for padding.
-        own: `bool[B, n]`, True for positions that get the token of the current canvas; False for copies, such as that
-            of the last final token.
+        own: `bool[B, n]`, True for nodes that are part of the window; False for those that have final tokens or are
+            after the window.
         prompt: `i32[B]`, number of prompt tokens.
     """
 

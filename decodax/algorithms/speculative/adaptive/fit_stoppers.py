@@ -80,8 +80,8 @@ def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *
 
 def acceptance_examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], mixed: float, temperature: float,
                         max_new_tokens: int, seed: int = 0) -> tuple[Array, Array]:
-    """Returns the draft model's hidden states at its own tokens, `f32[n, D]`, and the probability that the target
-    accepts these, `f32[n]`."""
+    """Returns training examples for a head that predicts acceptance: the draft model's hidden states at the tokens that
+    it drafts, `f32[n, D]`, and the probability with which the target accepts each of them, `f32[n]`."""
     texts = continued(lm, Speculative(DraftModel(draft), SeedExact(), Chain(1)), samples, max_new_tokens, seed,
                       temperature=temperature)
     source = DraftModel(draft).for_vocabulary(lm.vocab_size)
