@@ -257,7 +257,7 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
 
     def no_drafts(self, view: View) -> Any:
         """Returns the stored drafts for a window that has none: `K - 1` copies of its tokens and undecided positions,
-        which are never accepted, since a step always changes the canvas. None if the verifier uses no drafts."""
+        which do not equal the result of a step and so are not accepted. None if the verifier uses no drafts."""
         more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))

@@ -15,13 +15,13 @@ from decodax.core.state import State
 
 @struct
 class Canvas(Struct):
-    """The text of each row by absolute position, with its undecided positions.
+    """State of masked diffusion: the text of each row by absolute position, with its undecided ("open") positions.
 
     Attributes:
-        tokens, open, editable, when, confidence: `[B, N]`, see `View`.
+        tokens, open, editable, when, confidence: `[B, N]`, for the whole text what `View` has for the window.
         start, end, step, round, opened, full, kept, refreshed: `i32[B]`, see `View`.
-        final: `i32[B]`; tokens before this position are final. It is larger than `start` while they wait for a commit
-            forward.
+        final: `i32[B]`; tokens before this position are final. It is larger than `start` while a forward pass that
+            writes their final cache entries is still to come.
         valid: `bool[B, S]`, cache slots that have an entry.
         drafts: tokens and open positions of the window after further steps, `[B, K - 1, W]` each, or None.
         memory: the policies' memories, by name.

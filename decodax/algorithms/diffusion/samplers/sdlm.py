@@ -46,7 +46,11 @@ class ConfidentPrefix(Unmask):
     open position is always unmasked.
 
     Attributes:
-        value, measure, of, strict: the threshold and its measure, see `reaches`.
+        value: the threshold.
+        measure: what is compared with it: "confidence" (probability of the candidate), "margin" (of the two largest
+            probabilities) or "entropy" (in nats, which must be below it).
+        of: "model" or "policy": the distribution that is measured, before or after the sampling policy.
+        strict: True if a measure equal to the threshold is not enough.
     """
 
     value: float = 0.9

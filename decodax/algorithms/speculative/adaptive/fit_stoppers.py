@@ -158,8 +158,9 @@ def fit_draft_length(lm: Any, source: Source, samples: Sequence[Sequence[int]], 
 
 def length_examples(lm: Any, source: Source, samples: Sequence[Sequence[int]], length: int, verify: Verifier | None,
                     max_new_tokens: int, seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each round of decoding the samples the target's hidden state before it, `f32[n, D]`, and the number
-    of accepted drafts, `i32[n]`."""
+    """Continues prompts by speculative decoding and returns an example for each round: the target's hidden state before
+    it, `f32[n, D]`, and the number of accepted drafts, `i32[n]`. `samples` are the prompts' token ids, `length` is the
+    number of drafts."""
     one = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     width = jax.eval_shape(lambda w: lm.model.apply(w, one, lm.model.init_cache(1, 0)).hidden, lm.params).shape[-1]
     # the predictions are not used: the chain has a fixed length

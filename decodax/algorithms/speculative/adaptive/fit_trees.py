@@ -106,7 +106,8 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
 
 def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
               **sampling: Any) -> State:
-    """Continues samples (token ids) with an algorithm in one batch, and returns the state.
+    """Continues prompts (`samples`, lists of token ids) with the method `algorithm` in one batch, and returns the final
+    decoding state.
 
     Raises:
         ValueError: no samples or an empty one, or `max_new_tokens` is below 1.

@@ -50,7 +50,20 @@ class MultiRound(Verifier):
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """Tests the children of one node; the arguments and results are those of `walk.Siblings`."""
+        """Tests the children of one tree node by multi-round rejection sampling.
+
+        Args:
+            p: `f32[V]`, the target's probabilities after the node.
+            q: `f32[V]`, probabilities from which the children were drawn, or a function that gives them for a child's
+                index; None: they were not drawn.
+            tokens: `i32[1 + N]`, tokens of all nodes of the tree.
+            children, dead: `bool[1 + N]`, the node's live children, and its dead ones.
+            u: `f32[1 + N]`, a uniform random number for each node.
+
+        Returns:
+            The accepted child, `i32[]`; whether there is one, `bool[]`; and the residual distribution, `f32[V]`,
+                unnormalised.
+        """
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q) and not self.replacement:

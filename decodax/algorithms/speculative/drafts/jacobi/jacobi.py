@@ -86,12 +86,11 @@ class Iterated(Draft):
 
 
 def nodes_after(s: State, window: Window, decision: Decision, length: int) -> tuple[Array, Array]:
-    """Returns the window nodes, along the chain of guesses, that predict the tokens after the last decided one.
+    """Returns the window indices of the guesses whose logits predict the tokens after the last decided one, `i32[B,
+    length]`, and whether each was in the window, `bool[B, length]`.
 
-    The first of these nodes is a rejected guess of the last decided token; its logits give the next guess.
-
-    Returns:
-        The nodes, `i32[B, length]`, and True for those that were in the window, `bool[B, length]`.
+    The first of these is a rejected guess of the last decided token; its logits give the next guess. `decision` is that
+    of the round, and `s` the state before it.
     """
     at = decision.count[:, None] + jnp.arange(length, dtype=jnp.int32)
     nodes = jnp.minimum(at, window.width - 1)
