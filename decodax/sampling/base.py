@@ -73,7 +73,8 @@ class Transform(Struct):
     by_token: ClassVar[bool] = False
 
     def bound(self, tables: tuple[Any, ...]) -> Transform:
-        """Returns this transform with the arrays that it needs from the policy's `tables`, which all rows share."""
+        """Returns this transform with arrays taken from `tables`, the policy's arrays that all rows share (such as an
+        automaton). By default it needs none and returns itself."""
         return self
 
     def truncation(self) -> tuple[str, Array] | None:
@@ -85,21 +86,31 @@ class Transform(Struct):
         return None
 
     def init(self, ctx: Context) -> PyTree:
-        """Returns the transform's state after the prompt in `ctx`."""
+        """Returns the transform's state after the prompt of one row (`ctx`), without a batch axis; None: it has no
+        state."""
         return None
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        """Returns the new logits `f32[V]` for `logits` (`f32[V]`); -inf removes a token."""
+        """Applies the transform at one position of one row.
+
+        Args:
+            state: the transform's state before the token.
+            ctx: the text so far.
+            logits: `f32[V]`, the output of the transform before this one.
+
+        Returns:
+            The new logits, `f32[V]`; -inf forbids a token.
+        """
         raise NotImplementedError
 
     def note(self, state: PyTree, ctx: Context, logits: Array) -> PyTree:
-        """Returns the state, with values that `advance` needs from `logits`, the input of this transform. It is called
-        before the token is drawn."""
+        """Returns the state with what `advance` will need of the input `logits` (`f32[V]`) of this transform. Called at
+        each position before its token is drawn; by default nothing is stored."""
         return state
 
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
-        """Returns the state after `token` (`i32[]`). `log_prob` (`f32[]`) is its log-probability after all
-        transforms."""
+        """Returns the transform's state after the drawn token `token` (`i32[]`), whose log-probability after all
+        transforms is `log_prob` (`f32[]`)."""
         return state
 
 
@@ -132,7 +143,8 @@ class Temperature(Transform):
 
 @struct
 class WarmTemperature(Temperature):
-    """A temperature above 0 in all rows, which saves the search for the largest logit."""
+    """Divides logits by `temperature` (`f32[B]`) like `Temperature`, but no row may have temperature 0 (greedy). It is
+    faster, since it need not find the largest logit."""
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         return vocabulary.cooled(logits, self.temperature)

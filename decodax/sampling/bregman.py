@@ -65,8 +65,8 @@ class BregmanTopK(Transform):
         return jnp.where((self.cost == 0) | jnp.isnan(logits).any() | (count == 0), logits, kept)
 
     def nearest(self, p: Array, inside: Array) -> Array:
-        """Returns the best `q` with support `inside` (`bool[n]`) for probabilities `p` (`f32[n]`): `f32[n]`, 0
-        elsewhere."""
+        """Returns the probabilities on the tokens `inside` (`bool[n]`) that are nearest to `p` (`f32[n]`) in the
+        Bregman divergence: `f32[n]`, 0 for all other tokens, with sum 1."""
         def at(nu: Array) -> Array:
             return jnp.where(inside, self._dual(p, nu) if self.dual else self._primal(p, nu), 0)
 
@@ -84,7 +84,8 @@ class BregmanTopK(Transform):
         return _root(lambda q: (q - p) * q ** (self.alpha - 2) - nu, p, jnp.ones_like(p))
 
     def divergence(self, x: Array, y: Array) -> Array:
-        """Returns the Bregman divergence of each pair of entries of `x` and `y`."""
+        """Returns the Bregman divergence of `x` from `y` for each entry by itself, in the common shape of both; their
+        sum is the divergence of the distributions."""
         a = jnp.maximum(self.alpha, 1 + EPSILON)
         general = (x ** a - y ** a - a * y ** (a - 1) * (x - y)) / (a * (a - 1))
         log = jnp.where(x > 0, x * (jnp.log(jnp.where(x > 0, x, 1)) - jnp.log(jnp.where(y > 0, y, 1))), 0) - x + y

@@ -62,7 +62,8 @@ file's value."""
 
 
 def nothing(name: str) -> Any:
-    """Returns a neutral value of the argument `name`, one without effect."""
+    """Returns a value with which the argument `name` of `build` has no effect, such as 1 for `top_p`; None if it has no
+    such value but None."""
     return next(iter(NEUTRAL[name]), None)
 
 

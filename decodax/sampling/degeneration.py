@@ -50,8 +50,8 @@ class FSD(Transform):
         return jnp.where((self.alpha == 0) | jnp.isnan(logits).any(), logits, chosen)
 
     def anti(self, ctx: Context, ids: Array) -> Array:
-        """Returns the probabilities `g` of the tokens `ids` (`i32[k]`) under the n-gram model of the text in `ctx`:
-        `f32[k]`."""
+        """Returns the probabilities, `f32[k]`, that the smoothed n-gram model of the text in `ctx` gives to `ids`
+        (`i32[k]`) as the next token; FSD subtracts them as a penalty for repetition."""
         place = jnp.arange(ctx.tokens.shape[0])
         here = place < ctx.length
         hits = here & (ctx.tokens == ids[:, None])                      # [k, N], occurrences of each token

@@ -35,7 +35,8 @@ from decodax.sampling.lift import Texts, advance_chain, apply_chain, bound_all, 
 
 
 class Decoding(Protocol):
-    """The fields of a decoding state that a policy uses."""
+    """Protocol of the decoding state that `Policy` reads: the text and its length, the prompt's length and the random
+    key of each row, and `policy`, the states of the transforms."""
 
     tokens: Array
     length: Array
@@ -79,12 +80,13 @@ class Policy(Struct):
         return jax.vmap(one)(self.transforms, tokens, length, prompt_length, key)
 
     def over(self, s: Decoding, window: Window, out: Out) -> Distribution:
-        """Returns the distribution at each node of a scored window, from the model's output `out`."""
+        """Returns the distribution of the next token at each position of `window`, which the model has scored with the
+        output `out`. `s` is the decoding state before the round."""
         return self._at(s, window, out.hidden, out.head)
 
     def over_logits(self, s: Decoding, window: Window, logits: Array) -> Distribution:
-        """Returns the distribution at each node of a window, from given logits `f32[B, W, V]` in place of the
-        model's."""
+        """Returns the distribution of the next token at each position of `window`, as `over` does, but from `logits`
+        (`f32[B, W, V]`) in place of a model's output."""
         return self._at(s, window, logits, _same)
 
     def _at(self, s: Decoding, window: Window, hidden: Array, head: Callable[[Array], Array]) -> Distribution:
@@ -121,12 +123,13 @@ class Policy(Struct):
         return raw, lambda: part(chain[cut:], raw)
 
     def drafted(self, states: PyTree) -> PyTree:
-        """Returns the states that are tracked along drafts: those of transforms with `by_token`, and None for the
-        others."""
+        """Returns the states that also advance along draft tokens: those of transforms whose state depends on tokens
+        alone (`by_token`), and None in place of each other one."""
         return tuple(state if t.by_token else None for t, state in zip(self.transforms, states, strict=True))
 
     def follow(self, states: PyTree, tokens: Array) -> PyTree:
-        """Returns the tracked states (see `drafted`; leaves `[B, w, ...]`) after one more token each, `i32[B, w]`."""
+        """Returns the states that `drafted` selects after one more draft token each. `states` has leaves `[B, w, ...]`,
+        one for each of `w` draft positions, and `tokens` is `i32[B, w]`."""
         def row(transforms: tuple[Transform, ...], states: PyTree, tokens: Array) -> PyTree:
             chain = bound_all(transforms, self.tables)
             one = lambda states, token: tuple(t.advance(z, token, jnp.zeros(())) if t.by_token else None
@@ -137,15 +140,16 @@ class Policy(Struct):
 
     @property
     def own(self) -> Policy:
-        """The policy without the stop strings and tables that rows share, so that every leaf has a batch axis."""
+        """This policy without what all rows share (stop strings and tables), so that every leaf has a batch axis."""
         return self.replace(stops=None, tables=())
 
     def sharing(self, other: Policy) -> Policy:
-        """Returns this policy with the stop strings and tables of `other`."""
+        """Returns this policy with the shared parts (stop strings and tables) of the policy `other`."""
         return self.replace(stops=other.stops, tables=other.tables)
 
     def select(self, rows: Array) -> Policy:
-        """Returns the policy whose row `i` is row `rows[i]` of this one (`i32[B']`)."""
+        """Returns the policy whose row `i` is row `rows[i]` of this one; `rows` is `i32[R]` for a batch of any size
+        `R`."""
         transforms, eos = jax.tree.map(lambda x: x[rows], (self.transforms, self.eos))
         return self.replace(transforms=transforms, eos=eos)
 
@@ -222,8 +226,8 @@ class Distribution(Struct):
         return self.replace(known=known, predicts=predicts)
 
     def first(self, count: int) -> Distribution:
-        """Returns the distribution of the first `count` nodes of the window. None of them may attend to a later
-        node."""
+        """Returns the distribution at the first `count` positions of the window only. None of these may attend to a
+        later one."""
         return self.replace(window=self.window.part(0, count), hidden=self.hidden[:, :count],
                             known=self.known[:, :count], predicts=self.predicts[:, :count])
 
@@ -247,7 +251,8 @@ class Distribution(Struct):
         return self.replace(policy=self.policy.warm)
 
     def logits(self, nodes: Array | None = None) -> Array:
-        """Returns the model's logits at `nodes` before the policy, `f32[B, W', V]`."""
+        """Returns the model's logits before any transform at the window positions `nodes` (`i32[B, n]`), `f32[B, n,
+        V]`; at all positions if `nodes` is None."""
         return self.head(self.hidden if nodes is None else take(self.hidden, nodes))
 
     def scores(self, log_p: Array) -> Array:
@@ -257,11 +262,13 @@ class Distribution(Struct):
 
     @property
     def stateful(self) -> bool:
-        """True if some transform has a state that changes from token to token."""
+        """True if some transform of the policy has a state (an automaton, Mirostat's mu) that changes with each
+        token."""
         return bool(jax.tree.leaves(self.texts.states))
 
     def processed(self, nodes: Array | None = None) -> Array:
-        """Returns the chain's output at `nodes`, `f32[B, W', V]`: unnormalised logits, -inf for forbidden tokens."""
+        """Returns the logits after all transforms at the window positions `nodes` (`i32[B, n]`; None: all), `f32[B, n,
+        V]`: unnormalised, -inf for forbidden tokens."""
         if self.stateful:
             out = self._walk()[1]
             return out if nodes is None else take(out, nodes)
@@ -279,8 +286,8 @@ class Distribution(Struct):
         return front, self._map(chain[cut:], self.texts.states[cut:], front, None)
 
     def log_probs(self, nodes: Array | None = None) -> Array:
-        """Returns normalised log-probabilities at `nodes`, `f32[B, W', V]`; all -inf if the policy forbids every
-        token."""
+        """Returns the log-probabilities after all transforms at the window positions `nodes` (`i32[B, n]`; None: all),
+        `f32[B, n, V]`, normalised; all -inf where the policy forbids every token."""
         logits = self.processed(nodes)
         dead = (logits == -jnp.inf).all(-1, keepdims=True)
         return jnp.where(dead, -jnp.inf, jax.nn.log_softmax(logits, axis=-1))
@@ -337,7 +344,8 @@ class Distribution(Struct):
         return keys.addresses(self.texts.key, predicts, purpose, salt)
 
     def advance(self, node: Array, token: Array) -> PyTree:
-        """Returns the transforms' states after `token` (`i32[B]`), which was drawn at `node` (`i32[B]`)."""
+        """Returns the states of all transforms after `token` (`i32[B]`), which was drawn from the distribution at the
+        window position `node` (`i32[B]`)."""
         if not self.stateful:
             return self.texts.states
         states, logits = self._walk()

@@ -73,7 +73,8 @@ def winner(logits: Array) -> Array:
 
 
 def checked(token: Array, top: Array) -> Array:
-    """Returns `token`, but INVALID if the largest logit `top` is +inf and DEAD_END if it is -inf."""
+    """Returns `token` (`i32[...]`), replaced by the code INVALID where the largest logit `top` (`f32[...]`) is +inf,
+    and by DEAD_END where it is -inf (no token is allowed)."""
     return jnp.where(top == -jnp.inf, DEAD_END, jnp.where(top == jnp.inf, INVALID, token)).astype(jnp.int32)
 
 
@@ -83,7 +84,8 @@ def _times(logits: Array, top: Array, address: Array) -> Array:
 
 
 def nan_as_largest(logits: Array) -> Array:
-    """Returns logits in which a NaN is the largest entry."""
+    """Returns the logits with each NaN replaced by +inf, so that an invalid row is seen by any search for the largest
+    logit."""
     # XLA's maximum on CPU may ignore a NaN.
     return jnp.where(jnp.isnan(logits), jnp.inf, logits)
 
@@ -104,7 +106,8 @@ def _first_max(x: Array) -> tuple[Array, Array]:
 
 
 def largest_at_once(x: Array) -> tuple[Array, Array]:
-    """Computes `_first_max` in one reduction, which also works on a vocabulary sharded over devices."""
+    """Returns the index of the first largest entry along the last axis, `i32[...]`, and its value, from `x` (`f[...,
+    V]`) without NaN. One reduction, which also works on a vocabulary sharded over devices."""
     def further(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         (x, i), (y, j) = a, b
         first = (x > y) | ((x == y) & (i < j))
@@ -117,7 +120,8 @@ def largest_at_once(x: Array) -> tuple[Array, Array]:
 
 
 def largest_by_blocks(x: Array) -> tuple[Array, Array]:
-    """Computes `_first_max` block by block."""
+    """Returns the index of the first largest entry along the last axis, `i32[...]`, and its value, from `x` (`f[...,
+    V]`) without NaN. It searches in blocks, which is faster on CPUs."""
     block = min(BLOCK, x.shape[-1])
     count = -(-x.shape[-1] // block)
     spare = count * block - x.shape[-1]

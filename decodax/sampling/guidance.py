@@ -30,16 +30,16 @@ from decodax.core.window import Window
 
 
 class Unconditional(Struct, abc.ABC):
-    """Base class of the inputs of the unconditional branch: a `@struct` of per-row arrays that maps the window of the
-    conditional branch to that of the unconditional one."""
+    """Base class of the inputs of the unconditional branch in classifier-free guidance: a `@struct` of per-row arrays
+    that maps the model's input in the conditional branch, a `Window`, to that in the unconditional one."""
 
     @abc.abstractmethod
     def window(self, window: Window) -> Window:
-        """Returns the window of the unconditional branch for that of the conditional one."""
+        """Returns the model's input in the unconditional branch, given that in the conditional one."""
 
     def slots(self, slots: Array) -> Array:
-        """Returns the slots at which the unconditional cache stores entries (`i32[B, W]`, -1 drops one) that the
-        conditional cache stores at `slots`."""
+        """Returns the slots of the unconditional cache for entries that the conditional cache stores at `slots`,
+        `i32[B, W]` both; -1 stores nothing. By default they are the same."""
         return slots
 
 

@@ -34,12 +34,23 @@ class Texts(Struct):
 
 
 def bound_all(transforms: tuple[Transform, ...], tables: tuple[Any, ...]) -> tuple[Transform, ...]:
+    """Returns the transforms, each with the arrays that it needs from `tables`, the arrays that all rows of a policy
+    share."""
     return tuple(t.bound(tables) for t in transforms)
 
 
 def apply_chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> tuple[PyTree, Array]:
-    """Applies transforms to the logits `f32[V]` of one position. Returns the states after `Transform.note`, and the new
-    logits."""
+    """Applies transforms, one after the other, to the logits (`f32[V]`) of one position of one row.
+
+    Args:
+        transforms: the chain, without a batch axis.
+        states: a state for each of them.
+        ctx: the text so far.
+        logits: the model's logits.
+
+    Returns:
+        The states after `Transform.note`, and the final logits, `f32[V]`.
+    """
     cold, only, noted = None, logits, []
     for transform, state in zip(transforms, states, strict=True):
         noted.append(transform.note(state, ctx, logits))
@@ -53,6 +64,8 @@ def apply_chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context,
 
 
 def advance_chain(transforms: tuple[Transform, ...], states: PyTree, token: Array, log_prob: Array) -> PyTree:
+    """Returns the states of all transforms after `token` (`i32[]`), whose log-probability after the chain is `log_prob`
+    (`f32[]`)."""
     return tuple(t.advance(s, token, log_prob) for t, s in zip(transforms, states, strict=True))
 
 

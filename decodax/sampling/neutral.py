@@ -55,7 +55,8 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def is_zero(value: Any) -> bool:
-    """Returns True if a number or flag is 0 or False in every row."""
+    """Returns True if `value`, a number, a bool or a list or array of these (one for each row), is 0 or False
+    everywhere."""
     rows = value.tolist() if hasattr(value, "tolist") else value
     return all(map(is_zero, rows)) if isinstance(rows, (list, tuple)) and rows else \
         isinstance(rows, numbers.Real) and not rows

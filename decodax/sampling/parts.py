@@ -44,18 +44,26 @@ SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutof
 
 
 class Arguments:
-    """The arguments of one call of `build`. Its methods check an argument by name and return a host array."""
+    """The arguments of one call of `build`, by name. The methods check the argument that they are given by name, and
+    return it as a host array with one entry for each of `B` rows."""
 
     def __init__(self, batch: int, given: dict[str, Any], samples: int):
         self.batch, self.given, self.samples = batch, given, samples
 
     def asks(self, name: str) -> bool:
+        """Returns True if the argument `name` was given with a value that has an effect."""
         return not is_neutral(name, self.given[name])
 
     def number(self, name: str, low: float = -np.inf, high: float = np.inf, *, neutral: float = 0.0,
                open_low: bool = False, open_high: bool = False) -> Any:
-        """Returns the argument `name` as `f32[B]`, checked against the bounds `low` and `high`. `neutral` replaces
-        None."""
+        """Returns the argument `name` as `f32[B]`.
+
+        Args:
+            name: name of the argument.
+            low, high: bounds of allowed values.
+            neutral: value that replaces None.
+            open_low, open_high: True if the bound itself is not allowed.
+        """
         left, right = "(" if open_low or low == -np.inf else "[", ")" if open_high or high == np.inf else "]"
         inside = lambda x: ((x > low) if open_low else (x >= low)) & ((x < high) if open_high else (x <= high))
         value = neutral if self.given[name] is None else self.given[name]
@@ -71,8 +79,8 @@ class Arguments:
         return np.minimum(rows, UNBOUNDED).astype(np.int32)
 
     def ids(self, name: str, bounded: bool = True) -> Any:
-        """Returns the token ids in the argument `name`, `i32[B, E]`; `bounded` checks them against the vocabulary
-        size."""
+        """Returns the token ids in the argument `name`, `i32[B, E]`, padded with -1. With `bounded`, ids must be below
+        the vocabulary's size."""
         value = self.given[name]
         return id_rows(name, [] if value is None else value, self.batch, self.given["vocab_size"] if bounded else None,
                        self.samples)
@@ -84,14 +92,18 @@ class Arguments:
                              samples=self.samples)
 
     def eos(self, name: str) -> Any:
-        """Returns the end tokens, `i32[B, E]`. Raises ValueError if there are none, since the argument `name` needs
-        them."""
+        """Returns the tokens that end a text, `i32[B, E]`, for the argument `name`, which needs them.
+
+        Raises:
+            ValueError: there are none.
+        """
         if not (self.given["eos"] >= 0).any():
             raise ValueError(f"{name}: got {self.given[name]!r} without eos, the tokens that end a row")
         return self.given["eos"]
 
 
 def biases(a: Arguments) -> list[Transform]:
+    """Returns the transforms for the arguments `sequence_bias` and `logit_bias`."""
     chain: list[Transform] = []
     if a.asks("sequence_bias"):
         rows = bias_rows("sequence_bias", a.given["sequence_bias"], a.batch, a.samples)
@@ -143,6 +155,7 @@ def penalties(a: Arguments) -> list[Transform]:
 
 
 def bans(a: Arguments) -> list[Transform]:
+    """Returns the transforms for the arguments `bad_words_ids` and `allowed_token_ids`."""
     chain: list[Transform] = []
     if a.asks("bad_words_ids"):
         sequences = np.array(a.sequences("bad_words_ids"))
@@ -191,6 +204,8 @@ def ends(a: Arguments) -> list[Transform]:
 
 
 def against_ngrams(a: Arguments, cold: Any) -> list[Transform]:
+    """Returns the transform of frustratingly simple decoding (`fsd_alpha` and further arguments), if it was requested.
+    It takes greedy rows only; `cold` (`bool[B]`) are the rows with temperature 0."""
     alpha, rest = a.number("fsd_alpha", 0, 1), (
         a.number("fsd_beta", 0, 1, neutral=0.9), a.number("fsd_stop_weight", 0, neutral=0), a.ids("fsd_stop_words"),
         whole("fsd_k", a.given["fsd_k"], 1), whole("fsd_n", a.given["fsd_n"], 1, 16))
@@ -202,8 +217,8 @@ def against_ngrams(a: Arguments, cold: Any) -> list[Transform]:
 
 
 def own(a: Arguments) -> dict[str, list[Transform]]:
-    """Returns the caller's transforms by stage, with one entry for each row in every array. Given arrays may have one
-    entry for each row or for each prompt."""
+    """Returns the transforms that the caller gave in `transforms`, by their stage ("logits", "probabilities" or
+    "last"). Their arrays, which may have an entry for each row or for each prompt, get one for each row."""
     given = a.given["transforms"]
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, Transform) for t in given):
         raise wrong("transforms", given, "decodax.sampling.Transform objects")
@@ -270,8 +285,8 @@ def _array(x: np.ndarray) -> Any:
 
 
 def samplers(a: Arguments, own: list[Transform]) -> list[Transform]:
-    """Returns the temperature, the truncations, the caller's transforms `own`, then XTC, dynamic temperature and
-    Mirostat, in this order."""
+    """Returns the transforms that only affect sampling, in this order: temperature, truncations (top-k, top-p, ...),
+    the given transforms `own`, XTC, dynamic temperature, Mirostat."""
     given = a.given["temperature"]
     temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
     dynamic = a.asks("dynatemp_range")

@@ -61,7 +61,8 @@ class NoRepeatNgram(Transform):
     size: Array
 
     def banned(self, ctx: Context) -> Array:
-        """Returns the positions whose token would complete a repeated n-gram if it came next, `bool[N]`."""
+        """Returns the positions in the text of `ctx` whose token may not come next, since with it the last tokens would
+        repeat an n-gram that ends there: `bool[N]`."""
         n = jnp.maximum(self.size - 1, 0)
         inside = jnp.arange(ctx.tokens.shape[0]) < ctx.length
         return (repeated(ctx.tokens, ctx.length, n) >= n) & inside & (self.size > 0)

@@ -31,8 +31,8 @@ def members(ids: Array, size: int) -> Array:
 
 
 def probabilities(logits: Array) -> tuple[Array, Array, Array]:
-    """Returns log-probabilities `f32[V]`, probabilities `f32[V]` and the entropy in nats, `f32[]`, of logits
-    `f32[V]`."""
+    """Returns the softmax of `logits` (`f32[V]`): log-probabilities, `f32[V]`, probabilities, `f32[V]`, and the entropy
+    in nats, `f32[]`."""
     shifted = logits - logits.max()
     weights = jnp.exp(shifted)
     total = weights.sum()

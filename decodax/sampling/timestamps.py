@@ -37,7 +37,8 @@ class Timestamps(Transform):
 
     @classmethod
     def of(cls, rows: int, begin: int, end: int, latest: int | None = None) -> Timestamps:
-        """Returns the rules for a number of rows."""
+        """Returns the transform for `rows` rows with equal settings: ids of the first timestamp and of the end token,
+        and the number of the latest timestamp with which a text may begin; None: any."""
         each = lambda x: jnp.full(rows, x, jnp.int32)
         return cls(begin=each(begin), end=each(end), latest=each(-1 if latest is None else latest))
 

@@ -55,7 +55,8 @@ class GreenList(Transform):
         return 1 if self.seeding_scheme == "lefthash" else self.context_width - 1
 
     def green(self, before: Array, token: Array, vocab_size: int) -> Array:
-        """Returns True if `token` (`i32[...]`) is green after the tokens `before` (`i32[..., window]`): `bool[...]`."""
+        """Returns whether each token of `token` (`i32[...]`) is on the green list that the tokens `before` it
+        (`i32[..., window]`) determine: `bool[...]`."""
         return permute(self._seed(before, token), token.astype(jnp.uint32), vocab_size) < self.size.astype(jnp.uint32)
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
@@ -173,5 +174,6 @@ def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, 
 
 @functools.partial(jax.jit, static_argnums=2)
 def green_hits(mark: GreenList, grams: Array, vocab_size: int) -> Array:
-    """Returns whether the last token of each n-gram is green after the others, `bool[N]`."""
+    """Returns whether the last token of each of `N` n-grams (`grams`, `i32[N, n]`) is on the green list that the tokens
+    before it determine, `bool[N]`. `mark` is the watermark without a batch axis."""
     return mark.green(grams[:, :-1], grams[:, -1], vocab_size)

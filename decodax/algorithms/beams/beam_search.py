@@ -138,7 +138,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
 
     @property
     def weights(self) -> Any:
-        """Numbers that may change without a retrace, and the draft's weights, as arguments of the compiled programs."""
+        """The arguments of the compiled programs that may change without a retrace: a pair of the numbers (length
+        penalty, patience, diversity penalty, strength), `f32[]` each, and the draft's weights or None."""
         number = lambda x: np.float32(x)
         return (tuple(map(number, (self.length_penalty, self.patience, self.diversity_penalty, self.strength))),
                 None if self.draft is None else self.draft.weights)
@@ -162,8 +163,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
                      drafts=None if self.drafter is None else self.drafter.init(self._of_draft(params), s))
 
     def memory(self, params: Params, like: Array) -> Any:
-        """Returns additional state of beams without a token, such as statistics of surprisals; None if there is none.
-        `like` is `f32[B]`."""
+        """Returns the initial additional state of all beams, such as the statistics of surprisals of `uid`: a pytree
+        with leading axis `B`, or None if the search has none. `like` is any `f32[B]`, used for its shape."""
         return None if self.uid is None else self.uid.init(like)
 
     def stepper(self, params: Params, *scored: Any) -> Step:
@@ -265,8 +266,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
         return record(logits, logits, text.tokens, count).replace(processed=text.processed)
 
     def outcome(self, s: State) -> State:
-        """Returns the state whose rows are the best texts of each prompt. If the search was stopped early, live beams
-        fill the empty places."""
+        """Returns the state in which the `width` rows of a prompt have its results, the best first: finished texts by
+        falling score, then, if the search was stopped early, live beams. Rows that are left get the status DEAD_END."""
         by_prompt = lambda x: x.reshape(s.batch // self.width, self.width, *x.shape[1:])
         held, algo = s.algo.finished, s.algo
         filled, cut = held.score > -jnp.inf, ~algo.over & (algo.score > -jnp.inf)
@@ -286,7 +287,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
 
 @dataclasses.dataclass(frozen=True)
 class BeamReader:
-    """Passes prompt chunks to the observer of a draft, in a beam search with drafts."""
+    """The observer of a beam search with drafts: passes each prefill chunk of the prompts to the draft `reader`, which
+    updates its state (`Beams.drafts`)."""
 
     reader: Any
 

@@ -60,12 +60,12 @@ class Queue(Struct):
 
 @struct
 class Taking(Struct):
-    """The queue of prompts while texts are taken from it; axes `[P, ...]`.
+    """State of the loop that takes texts from the queue in one round, for `P` prompts with `R` rows each.
 
     Attributes:
         q: the queue.
-        parent: `i32[P, R]`, for each row that gets a text the row that this text continues.
-        token: `i32[P, R]`, the last token of that text; -1 for other rows.
+        parent: `i32[P, R]`, for each row that gets a text, the row of the text that it extends by one token.
+        token: `i32[P, R]`, the last token of that text; -1 for rows that get none.
         longest: `i32[P]`, largest length of a text that may be taken next.
     """
 
@@ -295,7 +295,8 @@ class BestFirst(Grouped, Concludes, Paced):
                       jnp.where(there, jnp.minimum(t.longest, length), t.longest).astype(jnp.int32))
 
     def outcome(self, s: State) -> State:
-        """Returns the state whose rows are the best texts of each prompt."""
+        """Returns the state in which the rows of a prompt have its finished texts by falling score. Rows without a text
+        get the status DEAD_END, or keep theirs if the search was stopped early."""
         R, q = self.group, s.algo
         held = q.finished
         filled = held.score > -jnp.inf

@@ -80,7 +80,8 @@ class Corpus(Struct):
     # on the device
 
     def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> CorpusSpan:
-        """Returns spans of the given shape with all suffixes that begin with `prefix`; all suffixes if it is empty."""
+        """Returns spans of the given shape, each with the rows of all suffixes that begin with the tokens `prefix`; all
+        rows if it is empty."""
         fill = lambda x: jnp.full(shape, x, jnp.int32)
         span = CorpusSpan(fill(0), fill(self.suffixes.shape[0]), fill(0))
         for token in prefix:
@@ -88,18 +89,19 @@ class Corpus(Struct):
         return span
 
     def extend(self, span: CorpusSpan, token: Array) -> CorpusSpan:
-        """Returns the spans of texts that are longer by `token` (`i32[...]`). A span is empty if the token never
-        follows its text."""
+        """Returns the spans of suffixes that begin with the text of `span` and then `token` (`i32[...]`, one for each
+        span). A span is empty if the token never follows its text in the corpus."""
         return CorpusSpan(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
 
     def follows(self, row: Array, depth: Array) -> Array:
-        """Returns the token after the first `depth` tokens of the suffix in each row, `i32[...]`; -1 at the end of a
-        document."""
+        """Returns token `depth` (`i32[...]`, counted from 0) of the suffix in row `row` (`i32[...]`) of the suffix
+        array: `i32[...]`, -1 where the document ends there."""
         last = self.tokens.shape[0] - 1
         return self.tokens[jnp.minimum(self.suffixes[jnp.minimum(row, last)] + depth, last)]
 
     def bound(self, span: CorpusSpan, token: Array) -> Array:
-        """Returns the first row of each span whose next token is at least `token`, by binary search."""
+        """Returns the first row of each span whose token after the span's text is at least `token` (`i32[...]`), or the
+        row after the span if there is none: `i32[...]`, by binary search."""
         shape = jnp.broadcast_shapes(span.low.shape, token.shape)
         wide = lambda x: jnp.broadcast_to(x, shape)
 
@@ -113,7 +115,8 @@ class Corpus(Struct):
         return lax.fori_loop(0, rounds, halve, (wide(span.low), wide(span.high)))[0]
 
     def occurs(self, span: CorpusSpan, token: Array) -> Array:
-        """Returns True for tokens (`i32[..., m]`) that follow the text of a span (`[...]`) somewhere in the corpus."""
+        """Returns whether each of the tokens `token` (`i32[..., m]`) follows the text of its span (`[...]`) somewhere
+        in the corpus: `bool[..., m]`."""
         span = CorpusSpan(span.low[..., None], span.high[..., None], span.depth[..., None])
         row = self.bound(span, token)
         return (row < span.high) & (self.follows(row, span.depth) == token)
@@ -156,7 +159,8 @@ class Corpus(Struct):
     # on the host
 
     def positions(self, text: Sequence[int]) -> np.ndarray:
-        """Returns the positions of a text in `tokens`, in ascending order."""
+        """Returns the indices in `Corpus.tokens`, the concatenated documents, at which the token sequence `text`
+        begins, in ascending order."""
         return Finder(self).positions(tuple(text))
 
     def count(self, text: Sequence[int]) -> int:
@@ -164,18 +168,19 @@ class Corpus(Struct):
         return Finder(self).count(tuple(text))
 
     def document(self, index: int) -> list[int]:
-        """Returns the tokens of a document."""
+        """Returns the token ids of document number `index` (from 0), without the end mark."""
         return Finder(self).document(index)
 
 
 class Finder:
-    """A corpus in host memory, for several look-ups."""
+    """The arrays of a `Corpus` copied to host memory (NumPy), for several look-ups of texts."""
 
     def __init__(self, corpus: Corpus):
         self.tokens, self.suffixes, self.starts = map(np.asarray, (corpus.tokens, corpus.suffixes, corpus.starts))
 
     def rows(self, text: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the first row of the suffixes that begin with `text`, and the row after the last."""
+        """Returns the range of rows of the suffix array whose suffixes begin with the tokens `text`: the first row, and
+        the row after the last one."""
         low, high = 0, len(self.suffixes)
         for depth, token in enumerate(text):
             key = lambda row, depth=depth: self.tokens[self.suffixes[row] + depth]
@@ -198,8 +203,8 @@ class Finder:
 
 
 def sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
-    """Returns the first positions of all suffixes in lexicographic order, `i64[n]`. Each round doubles the number of
-    tokens by which they are ordered."""
+    """Returns the suffix array of `tokens` (`[n]`): the start positions of all suffixes in lexicographic order,
+    `i64[n]`. By prefix doubling: each round doubles the number of tokens by which they are ordered."""
     n = len(tokens)
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
     width = 1

@@ -77,12 +77,13 @@ class Evidence:
             raise ValueError(f"repetition: got {self.repetition!r}, takes at most 1")
 
     def rank(self, corpus: Corpus, ngrams: Iterable[NGram], unigrams: Sequence[float] | None = None) -> list[Match]:
-        """Returns the documents in which n-grams occur, the best first.
+        """Returns the documents in which some of the n-grams occur, by falling score (a sum of n-gram weights).
 
         Args:
             corpus: the documents.
-            ngrams: token ids and log-probability of each n-gram; of equal n-grams the first one is used.
-            unigrams: `f32[V]`, the model's log-probabilities of first tokens; None: single tokens do not contribute.
+            ngrams: pairs of the token ids of an n-gram and its log-probability; of equal n-grams the first one is used.
+            unigrams: `f32[V]`, the model's log-probabilities of the first token; likely tokens then count as n-grams of
+                one token. None: only `ngrams` count.
         """
         finder = Finder(corpus)
         given: dict[tuple[int, ...], float] = {}
@@ -131,8 +132,9 @@ class Evidence:
         return max(0.0, odds(log_p) - odds(log_q))
 
     def share(self, ngram: Iterable[int], covered: set[int]) -> float:
-        """Returns the factor of an n-gram's weight after n-grams with the tokens `covered`: `1 - repetition +
-        repetition * new / all`."""
+        """Returns the factor by which an n-gram's weight is reduced if the n-grams counted before it had the tokens
+        `covered`: `1 - repetition + repetition * new / all`, for `new` of its `all` different tokens not in
+        `covered`."""
         own = set(ngram)
         return 1 - self.repetition + self.repetition * len(own - covered) / len(own) if covered else 1.0
 
@@ -185,6 +187,6 @@ class Evidence:
 
 
 def occurrences(tokens: tuple[int, ...], ngram: tuple[int, ...]) -> list[int]:
-    """Returns the positions at which an n-gram begins in a text."""
+    """Returns the indices in `tokens` at which `ngram` begins, in ascending order; occurrences may overlap."""
     n = len(ngram)
     return [i for i in range(len(tokens) - n + 1) if tokens[i:i + n] == ngram]

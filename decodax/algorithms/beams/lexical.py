@@ -95,8 +95,8 @@ class _LexicalStep(Step):
 
 
 class DynamicStep(_LexicalStep):
-    """Extends beams by one token. The new beams are chosen from the banks of equal numbers of phrase tokens in turn
-    (see `round_robin`)."""
+    """A step of `DynamicBeams`: extends each beam by one token. Candidates with equal numbers of phrase tokens form a
+    bank, and the new beams are chosen from the banks in turn (see `round_robin`)."""
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
         alg, k = self.alg, self.k
@@ -192,8 +192,8 @@ class GridBeams(_Lexical):
         return dataclasses.replace(self, returns=count)
 
     def tables(self) -> Any:
-        """Returns the phrases' tokens `i32[n, longest]`, and for each phrase the index of the first equal one,
-        `i32[n]`."""
+        """Returns the phrases as arrays: their tokens, `i32[n, longest]`, padded with 0, and for each of the `n`
+        phrases the index of the first phrase equal to it, `i32[n]`."""
         tokens = np.zeros((len(self.phrases), max(map(len, self.phrases))), np.int32)
         for row, phrase in zip(tokens, self.phrases, strict=True):
             row[:len(phrase)] = phrase
@@ -208,7 +208,8 @@ class GridBeams(_Lexical):
 
 
 class GridStep(_LexicalStep):
-    """Extends beams by one token. Each cell keeps the best `beams` texts from itself and from the cell before it."""
+    """A step of `GridBeams`: extends the beams by one token. There is a cell for each number of phrase tokens; it keeps
+    the `beams` best of the texts from itself (no phrase token added) and from the cell with one phrase token less."""
 
     def __init__(self, alg: GridBeams, *rest: Any):
         super().__init__(alg, *rest)
@@ -272,18 +273,28 @@ class GridStep(_LexicalStep):
         return g.replace(live=g.live.replace(memory=memory)), token
 
     def up(self, x: Array) -> Array:
-        """Returns the values of cells, `f32[P, banks, ...]`, moved to the next cell."""
+        """Shifts values by one cell: entry `[p, c]` of the result is `x[p, c - 1]`, and -inf (0 for integers) for the
+        first cell. `x` has axes `[P, cells, ...]`."""
         return jnp.concatenate([jnp.full_like(x[:, :1], -jnp.inf if x.dtype == jnp.float32 else 0), x[:, :-1]], 1)
 
     def covered(self, cover: Cover, action: Array) -> Cover:
-        """Returns the state of texts after a token that continues phrase `action` (`i32[P, n]`), or no phrase (-1)."""
+        """Returns which phrases the texts contain after one more token. `cover` is the state before it, and `action`
+        (`i32[P, n]`) the index of the phrase that the token continues, -1 if it belongs to none."""
         at = jnp.where(action >= 0, cover.at + 1, 0)
         whole = (action >= 0) & (at == self.lengths[jnp.maximum(action, 0)])
         has = cover.has | (whole[..., None] & (jnp.arange(len(self.lengths)) == action[..., None]))
         return cover.replace(has=has, phrase=jnp.where(whole, -1, action), at=jnp.where(whole, 0, at))
 
     def repeated(self, text: Array, token: Array, cover: Cover, value: Array) -> Array:
-        """Returns candidates with the same tokens and phrases as an earlier one in their cell, `bool[P, banks * m]`."""
+        """Returns True for candidates that have the same tokens and phrases as a better candidate of their cell,
+        `bool[P, cells * m]`.
+
+        Args:
+            text: `i32[P, cells * m]`, a number that is equal for candidates with equal tokens but for the last.
+            token: `i32[P, cells * m]`, the last token.
+            cover: the phrases that each candidate contains.
+            value: `f32[P, cells, m]`, ranks by which the `m` candidates of a cell are sorted; -inf for none.
+        """
         P, banks, m = value.shape
         key = jnp.concatenate([text[..., None], token[..., None], cover.phrase[..., None], cover.at[..., None],
                                cover.has.astype(jnp.int32)], -1).reshape(P, banks, m, -1)
@@ -292,6 +303,8 @@ class GridStep(_LexicalStep):
 
 
 def take_all(tree: Any, index: Array) -> Any:
+    """Returns the pytree `tree`, with leaves `[P, k, ...]`, at `index` (`i32[P, n]`) of the second axis: leaves `[P, n,
+    ...]`."""
     return jax.tree.map(lambda x: take(x, index), tree)
 
 

@@ -80,8 +80,8 @@ class NGrams(Struct):
 
 
 def find(table: Array, rows: Array) -> tuple[Array, Array]:
-    """Returns the indices of rows (`i32[..., n]`) in a sorted table (`i32[M, n]`), and True for those that are in
-    it."""
+    """Looks up n-grams in a lexicographically sorted table. Returns the index of each n-gram of `rows` (`i32[..., n]`)
+    in `table` (`i32[M, n]`), `i32[...]`, and whether it is in the table, `bool[...]`."""
     size = table.shape[0]
     width = table.shape[1]
 

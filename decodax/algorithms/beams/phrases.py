@@ -23,10 +23,10 @@ Rule = Literal["paper", "fairseq"]
 
 
 def phrases_of(given: Any) -> Phrases:
-    """Returns phrases as tuples of token ids.
+    """Checks an argument `phrases`, a list of lists of token ids, and returns it as a tuple of tuples of ints.
 
     Raises:
-        ValueError: there is no phrase, an empty one, or one with an entry that is no id.
+        ValueError: there is no phrase, a phrase is empty, or an entry is not a non-negative integer.
     """
     whole = lambda t: isinstance(t, (int, np.integer)) and not isinstance(t, bool) and t >= 0
     listed = isinstance(given, Sequence) and not isinstance(given, str) and given
@@ -41,32 +41,35 @@ def _known(rule: str) -> None:
 
 
 class PhraseProgress(abc.ABC):
-    """Tracks which phrase tokens a text contains. `tables` are the result of `table`; a state is a pytree of arrays
-    with a leading shape `...`."""
+    """Base class of trackers of the phrases that texts contain. `tables` in its methods are the arrays that `table`
+    returned; a state is a pytree of arrays whose leading axes `...` are those of the texts."""
 
     @abc.abstractmethod
     def table(self, phrases: Phrases) -> Any:
-        """Returns the phrases as host arrays, whose shapes depend only on the lengths of the phrases."""
+        """Returns the tables of the given phrases, a pytree of host arrays. Shapes depend only on the lengths of the
+        phrases, so other phrases of the same lengths need no retrace."""
 
     @abc.abstractmethod
     def start(self, tables: Any, shape: tuple[int, ...]) -> Any:
-        """Returns the state of texts without tokens, with the leading shape `shape`."""
+        """Returns the state of texts that have no new token yet, with leading axes `shape`."""
 
     @abc.abstractmethod
     def advance(self, tables: Any, state: Any, token: Array) -> Any:
-        """Returns the state after one more token, `i32[...]`."""
+        """Returns the state after each text is extended by `token`, `i32[...]`."""
 
     @abc.abstractmethod
     def bank(self, tables: Any, state: Any) -> Array:
-        """Returns the number of phrase tokens in the text, `i32[...]`."""
+        """Returns the number of phrase tokens that each text contains, `i32[...]`; those of a phrase that is begun but
+        not complete count, too."""
 
     @abc.abstractmethod
     def met(self, tables: Any, state: Any) -> Array:
-        """Returns True for texts with all phrases, `bool[...]`."""
+        """Returns whether each text contains all phrases, `bool[...]`."""
 
     @abc.abstractmethod
     def next(self, tables: Any, state: Any) -> tuple[Array, Array]:
-        """Returns tokens that begin or continue a phrase, `i32[..., n]`, and True for valid entries, `bool[..., n]`."""
+        """Returns for each text the tokens that would begin or continue a phrase that it lacks, `i32[..., n]`, and
+        which of these entries are valid, `bool[..., n]`."""
 
 
 @struct

@@ -36,14 +36,14 @@ class Finished(Struct):
 
     @classmethod
     def empty(cls, s: State) -> Finished:
-        """Returns an empty pool for the batch of `s`."""
+        """Returns a pool without texts, with arrays in the shapes of the state `s`."""
         zeros = lambda x: jax.tree.map(jnp.zeros_like, x)
         return cls(tokens=zeros(s.tokens), length=zeros(s.length), status=jnp.full_like(s.status, Status.RUNNING),
                    score=jnp.full(s.batch, -jnp.inf), log_prob=jnp.zeros(s.batch),
                    beams=jnp.full_like(s.tokens, -1), record=zeros(s.record))
 
     def select(self, rows: Array) -> Finished:
-        """Returns the pool whose place `i` has the text of place `rows[i]` (`i32[B]`)."""
+        """Returns the pool whose row `i` has the text of row `rows[i]` (`i32[B]`) of this one."""
         return jax.tree.map(lambda x: x[rows], self)
 
 

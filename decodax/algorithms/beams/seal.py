@@ -49,11 +49,12 @@ class Passed(Struct):
 
 @struct
 class Known(Struct):
-    """Additional state of the search.
+    """Additional state of `CorpusBeams`.
 
     Attributes:
-        span: rows of the suffix array that begin with the text of each live beam, `[B]`.
-        passed: candidates of all steps so far, `[B, N, ...]`.
+        span: for each live beam, `[B]`, the rows of the corpus's suffix array whose suffixes begin with the beam's
+            text.
+        passed: the candidates that each step so far has considered, `[B, N, ...]`, by the index of the step.
     """
 
     span: CorpusSpan
@@ -152,7 +153,8 @@ class CorpusBeams(BeamSearch):
 
 
 class CorpusStep(Step):
-    """Extends beams by tokens that follow their text in the corpus, and notes the candidates it has considered."""
+    """A step of `CorpusBeams`: extends beams only by tokens that follow their text somewhere in the corpus, and records
+    the candidates that it has considered (`Group.seen`)."""
 
     def __init__(self, alg: CorpusBeams, corpus: Corpus, *rest: Any):
         super().__init__(alg, *rest)

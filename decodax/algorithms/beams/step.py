@@ -51,14 +51,15 @@ class Beams(Struct):
 
 @struct
 class BeamText(Struct):
-    """Texts during a round: for each text the beam that it continues and the tokens appended in this round. Axes `[P,
-    n]` for all fields, and `[P, n, M]` for tokens.
+    """Texts of `P` prompts during a round, `n` for each: the beam that a text continues, and the up to `M` tokens
+    appended to it in this round. Fields have axes `[P, n]`, or `[P, n, M]` where stated.
 
     Attributes:
-        origin: `i32`, the beam of the group that it continues; for a finished text `k` plus its place.
+        origin: `i32`, the index in its group, from 0 to `k - 1`, of the beam that the text continues; for a finished
+            text `k` plus its place in the pool.
         count: `i32`, number of appended tokens.
         tokens: `i32[..., M]`, the appended tokens.
-        nodes: `i32[..., M]`, window nodes whose logits they come from.
+        nodes: `i32[..., M]`, indices of the window positions whose logits they were chosen from.
         beams: `i32[..., M]`, the beam that each token continued.
         processed: `f32[..., M]`, their log-probabilities after the policy.
         score: `f32`, score of the text.
@@ -79,22 +80,23 @@ class BeamText(Struct):
     memory: Any
 
     def pick(self, index: Array) -> BeamText:
-        """Returns the texts at indices `index` (`i32[P, n']`)."""
+        """Returns the texts at the indices `index` (`i32[P, n]`) of the second axis."""
         return jax.tree.map(lambda x: take(x, index), self)
 
     def join(self, other: BeamText) -> BeamText:
+        """Returns these texts followed by `other` along the second axis."""
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), self, other)
 
 
 @struct
 class Group(Struct):
-    """A group of beams during a round; axes `[P, ...]`.
+    """One group of each prompt's beams (`k` of them) during a round, for `P` prompts.
 
     Attributes:
         live: the live beams.
         finished: the finished texts.
-        node: `i32[P, k]`, window node of the last token of each live beam.
-        stop: `i32[P, k]`, their states of the stop automaton.
+        node: `i32[P, k]`, window index of the last token of each live beam.
+        stop: `i32[P, k]`, state of the stop-string automaton after each live beam.
         ended: `i32[P]`, number of finished texts.
         over: `bool[P]`, True if the search of the group has ended.
         goes: `bool[P]`, True if it makes another step in this round.
@@ -114,15 +116,16 @@ class Group(Struct):
 
 
 class Step:
-    """One step of all groups, with the log-probabilities that a round has computed. Call it with the groups.
+    """One step of a beam search, as a function of the groups of beams: extends every beam by one token, from the
+    log-probabilities that the round's forward pass has computed.
 
     Args:
         alg: the search, a `BeamSearch`.
         numbers: its length penalty, patience, diversity penalty and strength.
         policy: the sampling policy.
-        s: the state.
-        processed: `f32[B, W, V]`, log-probabilities after the policy at the nodes of the window.
-        t: the tree of drafts, or None.
+        s: the decoding state before the round.
+        processed: `f32[B, W, V]`, log-probabilities after the policy at each of the window's `W` positions.
+        t: the tree of drafts in the window, or None.
     """
 
     def __init__(self, alg: Any, numbers: tuple[Any, ...], policy: Any, s: State, processed: Array,
@@ -140,11 +143,13 @@ class Step:
             self.parents, self.tokens, self.live = wide(t.parents), wide(t.tokens), wide(t.live)
 
     def grouped(self, x: Array) -> Array:
-        """Reshapes `[B, ...]` to `[P, G, k, ...]`."""
+        """Reshapes an array of rows, `[B, ...]`, to `[P, G, k, ...]`: `P` prompts, `G` groups of each prompt and `k`
+        beams of each group."""
         return x.reshape(self.s.batch // self.alg.width, self.alg.groups, self.k, *x.shape[1:])
 
     def begin(self, algo: Beams) -> tuple[Group, ...]:
-        """Returns the groups before the first step of a round."""
+        """Returns the `G` groups of beams before the first step of a round, made from the state `algo` of the
+        search."""
         s, k, M = self.s, self.k, self.alg.traits.emits
         started = s.length > s.prompt_length
         alone = jnp.arange(s.batch) % k == 0            # at first all live beams are the same text, which counts once
@@ -180,8 +185,16 @@ class Step:
         return tuple(g.replace(goes=g.goes & together) for g in after)
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
-        """Returns group `i` after one step, and the tokens that count as taken for later groups, `i32[P, n]`, padded
-        with the vocabulary size."""
+        """Extends the beams of group number `i` by one token.
+
+        Args:
+            i: index of the group.
+            g: the group before the step.
+            taken: `f32[P, V]`, how often earlier groups took each token in this step; None for the first group.
+
+        Returns:
+            The group after the step, and the tokens that count as taken for later groups, `i32[P, n]`, padded with V.
+        """
         alg, k = self.alg, self.k
         log_p = self.at_nodes(i, g)                                                     # [P, k, V]
         V = log_p.shape[-1]
@@ -200,7 +213,8 @@ class Step:
         return self.after(i, g, text, stop, closed, first, chosen), counted
 
     def totals(self, g: Group, log_p: Array, taken: Array | None) -> Array:
-        """Returns the scores of all extensions by one token, `f32[P, k, V]`."""
+        """Returns the score of each live beam extended by each token, `f32[P, k, V]`; -inf for forbidden tokens.
+        `log_p` are the tokens' log-probabilities in the same shape, and `taken` is as in `group`."""
         gain = log_p
         if (uid := self.alg.uid) is not None:
             known = jax.tree.map(lambda x: x[..., None], g.live.memory)
@@ -222,8 +236,9 @@ class Step:
         return min(max(2, 1 + self.eos.shape[-1]) * self.k, self.k * vocabulary)
 
     def made(self, i: int, g: Group) -> tuple[Array, Array, Array]:
-        """Returns the number of new tokens of the candidates, the largest allowed number, and True if an end counts
-        already; each `[P, 1]`."""
+        """Returns, `[P, 1]` each, the number of new tokens of a text after this step (`i32`), the largest allowed
+        number (`i32`), and whether an end token chosen in this step may end the text (`bool`, by the minimum number of
+        new tokens)."""
         shared = lambda x: self.grouped(x)[:, i, :1]
         made = shared(self.s.length - self.s.prompt_length) + g.steps[:, None] + 1
         return made, shared(self.s.max_length - self.s.prompt_length), made > shared(self.s.min_new)
@@ -273,14 +288,15 @@ class Step:
                      steps=steps)
 
     def at_nodes(self, i: int, g: Group) -> Array:
-        """Returns the log-probabilities after each live beam, `f32[P, k, V]`."""
+        """Returns the log-probabilities of the next token after each live beam of group `i`, `f32[P, k, V]`."""
         log_p = self.log_p[:, i]
         return log_p[:, :, 0] if self.tree is None else jax.vmap(lambda x, row, node: x[row, node])(
             log_p, g.live.origin, g.node)
 
     def ranks(self, i: int, g: Group, total: Array) -> Array:
-        """Returns the values by which candidates are ranked, `f32[P, k, V]`: their scores, with Gumbel noise where the
-        policy samples, which draws without replacement."""
+        """Returns the values by which the extensions of group `i` are ranked, `f32[P, k, V]`: their scores `total`,
+        plus Gumbel noise for prompts that sample (temperature above 0), so that the best ones are draws without
+        replacement."""
         P, k, V = total.shape
 
         def drawn() -> Array:
@@ -322,12 +338,21 @@ class Step:
         return text, stop, eos | (hit & ripe)
 
     def remember(self, memory: Any, beam: Array, token: Array, own: Array, log_p: Array) -> Any:
-        """Returns the additional state of texts after one more token; the arguments are those of `longer`."""
+        """Returns the additional state (`Beams.memory`) of texts after one more token.
+
+        Args:
+            memory: their state before it, leaves `[P, n, ...]`.
+            beam: `i32[P, n]`, the beam that each text continues.
+            token: `i32[P, n]`, the token.
+            own: `f32[P, n]`, its log-probability.
+            log_p: `f32[P, k, V]`, log-probabilities of all tokens after each beam.
+        """
         return memory if (uid := self.alg.uid) is None else uid.after(memory, own, take(log_p.max(-1), beam))
 
     def next_nodes(self, i: int, g: Group, live: BeamText) -> tuple[Array, Array]:
-        """Returns True for prompts whose live beams are all nodes of the draft tree, `bool[P]`, and these nodes,
-        `i32[P, k]`."""
+        """Looks up the live beams of group `i` in the draft tree. Returns `bool[P]`, True if all live beams of a prompt
+        are nodes of the tree, so that their next tokens are scored already, and `i32[P, k]`, the window indices of
+        these nodes."""
         if self.tree is None:
             return jnp.zeros_like(g.over), jnp.zeros_like(g.node)
         of = lambda x: take(x[:, i], live.origin)                                       # [P, k, n]

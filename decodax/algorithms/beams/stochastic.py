@@ -65,7 +65,7 @@ class StochasticBeams(Grouped, Concludes):
 
     @property
     def group(self) -> int:
-        """Number of rows of a prompt: the texts and one more beam."""
+        """Number of rows that a prompt takes in the batch: one for each text, and one for an extra beam."""
         return self.k + 1
 
     @property
@@ -133,8 +133,8 @@ class StochasticBeams(Grouped, Concludes):
 
 
 def lowered(values: Array, top: Array) -> Array:
-    """Returns Gumbel values `f32[B, V]` conditioned on `top` (`f32[B]`) being the largest of each row (Kool et al.,
-    2019, appendix B.3)."""
+    """Returns Gumbel noise `values` (`f32[B, V]`) changed so that the largest entry of each row is `top` (`f32[B]`):
+    samples conditioned on their maximum (Kool et al., 2019, appendix B.3)."""
     largest = values.max(-1, keepdims=True)
     t = top[:, None]
     rest = jnp.where(values < largest, jnp.log1p(-jnp.exp(jnp.minimum(values - largest, -1e-30))), -jnp.inf)

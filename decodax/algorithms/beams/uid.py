@@ -61,7 +61,7 @@ class UID:
             raise ValueError(f"uid: got {self.kind!r}, takes one of {', '.join(KINDS)}")
 
     def init(self, like: Array) -> Surprisals:
-        """Returns the statistics of texts without tokens, with the shape of `like`."""
+        """Returns the surprisal statistics of texts without tokens, with fields in the shape of the array `like`."""
         zero = jnp.zeros(like.shape, jnp.float32)
         return Surprisals(zero, zero, zero, zero, zero, zero)
 

@@ -30,11 +30,11 @@ allowed text."""
 
 @struct
 class Weighed(Struct):
-    """State of `AWRS`.
+    """State of `AWRS` (adaptive weighted rejection sampling).
 
     Attributes:
-        log_weight: `f32[B]`, logarithm of the weight of each text.
-        calls: `i32[B]`, number of calls of the check.
+        log_weight: `f32[B]`, logarithm of the importance weight of each row's text so far.
+        calls: `i32[B]`, number of calls of the user's check for the row so far.
     """
 
     log_weight: Array
@@ -141,8 +141,8 @@ class AWRS(Concludes):
 
 
 def ranked(order: np.ndarray, first: int = 16) -> Any:
-    """Yields the indices of the entries of `order`, largest entry first. Only as many as needed are sorted, at first
-    `first`."""
+    """Yields the indices of the entries of the 1-D array `order`, by falling value. It sorts lazily: at first only the
+    `first` largest entries, and more when they are asked for."""
     count, done = min(first, len(order)), 0
     while done < len(order):
         top = np.argpartition(-order, count - 1)[:count] if count < len(order) else np.arange(len(order))

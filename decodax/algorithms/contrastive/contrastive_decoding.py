@@ -25,7 +25,8 @@ from decodax.pallas_kernels.vocabulary import cooled
 
 @struct
 class TwoCaches(Combined):
-    """The caches of two models that process the same text."""
+    """The cache of `Contrastive`: the caches of its two models, the expert and the amateur, which process the same
+    text."""
 
     members = ("expert", "amateur")
 

@@ -19,12 +19,13 @@ from decodax.core.loaded import Loaded
 
 @struct
 class Nodes(Struct):
-    """Positions that a forward pass computes, `[B, n]` each.
+    """Positions of the text that a forward pass computes, `n` for each row.
 
     Attributes:
-        positions: `i32[B, n]`.
-        live: `bool[B, n]`; dead nodes only fill up the shape.
-        own: `bool[B, n]`, nodes of the window. The others have final tokens, or are after the window.
+        positions: `i32[B, n]`, absolute positions.
+        live: `bool[B, n]`, False for padding.
+        own: `bool[B, n]`, True for nodes that are part of the window; False for those that have final tokens or are
+            after the window.
         prompt: `i32[B]`, number of prompt tokens.
     """
 
@@ -35,28 +36,32 @@ class Nodes(Struct):
 
 
 class AttentionPattern(Protocol):
-    """The contract of attention patterns, which determine the positions that attend to each other."""
+    """Protocol of attention patterns of diffusion models: which positions attend to which. "Final" tokens are those
+    before the window, which no longer change; the "window" is the range of positions that a round fills."""
 
     @property
     def causal(self) -> bool:
-        """True if a causal prefill computes the prompt's entries."""
+        """True if final tokens attend only to earlier ones, so that an ordinary causal prefill computes the keys and
+        values of the prompt."""
 
     @property
     def joined(self) -> bool:
-        """True if the window attends to the last final token as to one of its own, and a shifted model predicts the
-        window's first token from it. It is computed as a copy, since its entries in the cache are different."""
+        """True if the window attends in both directions to a copy of the last final token, from which a model whose
+        logits predict the next position predicts the window's first token. The copy's keys and values differ from the
+        cached ones."""
 
     @property
     def overhangs(self) -> bool:
-        """True if the last window has the full width even if the text ends inside it. Models that attend to nothing
-        after a window were trained on full windows."""
+        """True if the last window keeps its full width even where the text ends inside it, as in the training of models
+        that attend to nothing after a window."""
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
-        """Returns `bool[B, n, n]`: entry `[b, i, j]` is True if node `i` attends to node `j`. `front` (`i32[B]`) is the
-        start of the window: all positions before it are final."""
+        """Returns the attention mask among nodes, `bool[B, n, n]`: entry `[b, i, j]` is True if node `i` attends to
+        node `j`. `front` (`i32[B]`) is the start of the window; all tokens before it are final."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
-        """Returns the end of the positions that a forward pass computes, `i32[B]`.
+        """Returns the position after the last one that a forward pass has to compute, `i32[B]`: `end` if the window
+        attends to what follows it, else at most the window's end.
 
         Args:
             start: `i32[B]`, start of the window.
@@ -155,7 +160,8 @@ class CausalPrefix:
 
 
 class InitialCanvas(Protocol):
-    """The contract of initial canvases, which fill the positions that are not decided yet."""
+    """Protocol of initial canvases: the tokens that undecided ("open") positions have before the first denoising
+    step."""
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
         """Returns the canvas `i32[B, N]` and its open positions `bool[B, N]`.
@@ -169,12 +175,12 @@ class InitialCanvas(Protocol):
 
     @property
     def given(self) -> bool:
-        """True if the end of the text is given, so that no token follows it."""
+        """True if the text has a given length (infilling), so that the canvas is not extended beyond it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """Puts the mask token at all positions after the prompt."""
+    """The usual initial canvas: the mask token at all positions after the prompt."""
 
     given = False
 
@@ -185,8 +191,8 @@ class Masks:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Infilling: the token buffer after the prompt is a template whose mask tokens are filled in; its other tokens are
-    frozen. The text ends with the row's budget."""
+    """The initial canvas of infilling: the token buffer after the prompt is a template whose mask tokens are filled in;
+    its other tokens do not change. The text ends at the row's maximum length."""
 
     given = True
 
@@ -197,7 +203,8 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Puts random tokens at all positions after the prompt, for models of uniform diffusion, which have no mask token.
+    """The initial canvas of uniform diffusion models, which have no mask token: random tokens at all positions after
+    the prompt.
 
     Attributes:
         vocabulary: size of the vocabulary; tokens are uniform over it.
@@ -213,7 +220,8 @@ class Noise:
 
 
 def noise(uniforms: Array, vocabulary: int) -> Array:
-    """Returns random tokens `i32[...]` below `vocabulary`, from uniform random numbers `f32[..., 2]`."""
+    """Converts uniform random numbers to uniform random token ids from 0 to `vocabulary - 1`: `i32[...]` from `f32[...,
+    2]` (only the first of each pair is used)."""
     return jnp.minimum((uniforms[..., 0] * vocabulary).astype(jnp.int32), vocabulary - 1)
 
 
@@ -269,11 +277,13 @@ class Adapter:
 
     @property
     def blank(self) -> int:
-        """Token of an open position, unless the canvas determines another."""
+        """Id of the token at positions that are not decided: the mask token, or 0 if the model has none (the canvas
+        then sets random tokens)."""
         return 0 if self.mask is None else self.mask
 
     def clean(self, head: Any) -> Any:
-        """Wraps the model's `head`, so that the logit of the mask token is -inf."""
+        """Returns the function `head` (hidden states to logits) changed so that the logit of the mask token is -inf;
+        `head` itself if there is no mask token."""
         return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)
 
 
@@ -292,6 +302,7 @@ class FillsCanvas(Algorithm, abc.ABC):
         def adapter(self) -> Adapter: ...
 
     def infilling(self) -> Self:
-        """Returns the method for texts with given tokens after the first gap (`Template`)."""
+        """Returns this method for infilling: undecided positions are the mask tokens in the token buffer, and all other
+        tokens, also those after the first gap, are given (`Template`)."""
         return dataclasses.replace(self, adapter=dataclasses.replace(     # type: ignore[type-var]
             self.adapter, canvas=Template()))

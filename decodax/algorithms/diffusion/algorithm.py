@@ -103,7 +103,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
                       prefills=self.caching.persists and self.adapter.attention.causal)
 
     def fit(self, budget: int) -> MaskedDiffusion:
-        """Returns the sampler for texts of `budget` new tokens. Sizes of windows and cache that are None are set."""
+        """Returns the sampler for texts of at most `budget` new tokens: sizes of its windows and cache that were None
+        are set."""
         return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
@@ -116,7 +117,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
 
     @property
     def kinds(self) -> tuple[Round, ...]:
-        """The kinds of rounds of this sampler: wide ones, and narrow ones of each size."""
+        """The kinds of rounds of this sampler, each compiled by itself: with `caching.phases`, one for each phase; else
+        a wide one (it computes the whole text) if the cache has any, then narrow ones (some positions) of each size."""
         if self.caching.phases:
             return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
         wide = (Round(self, True),) if self.caching.wide and not self.traits.prefills else ()
@@ -124,7 +126,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
 
     @property
     def variants(self) -> tuple[Round, ...]:
-        """The kinds of rounds, if there are several; the core chooses one of them for each round."""
+        """The kinds of rounds (see `kinds`) if there are several; `choose` picks one for each round. Empty if there is
+        only one."""
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
@@ -173,7 +176,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def whole(self, s: State) -> Array:
-        """Returns the end of the text if no stop rule ends it earlier, `i32[B]`."""
+        """Returns the position after the last token of each row's text, `i32[B]`, before any stop rule ends it: by the
+        row's maximum length and the buffer, extended to whole windows for models that need them."""
         # a text beyond the buffer is cut there, and its status says so
         end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
         if self.adapter.attention.overhangs and not self.adapter.canvas.given:
@@ -182,7 +186,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         return end
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
-        """Returns the model and a state before its first round under classifier-free guidance.
+        """Puts a state before its first round under classifier-free guidance, and returns the guided model and the new
+        state. The unconditional branch has mask tokens in the prompt's place; `scale` is the guidance scale.
 
         Raises:
             ValueError: the model has no mask token to put in the prompt's place.
@@ -201,8 +206,17 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
     # the steps of a round, for one canvas a row
 
     def advance(self, view: View, seen: Seen, memory: Any) -> View:
-        """Takes one denoising step with given predictions: unmasks, remasks, and ends the text if a stop rule says so.
-        Returns the view afterwards, with the same positions as `view`."""
+        """Takes one denoising step: unmasks and remasks positions of the window, and ends the text if a stop rule says
+        so.
+
+        Args:
+            view: the windows before the step.
+            seen: the model's predictions for their positions.
+            memory: the memories of the rules, by field name.
+
+        Returns:
+            The windows after the step, at the same positions.
+        """
         view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
         score = self.score(view, seen, memory["score"])
         unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active
@@ -230,8 +244,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """Returns the canvases of a round, with axes `[B, K, ...]`: the window itself, then the drafts, each after some
-        further steps."""
+        """Returns the `K` canvases of each row that a round scores, with axes `[B, K, ...]`: first the current one
+        (`view`), then the stored drafts, which have taken some further steps in advance."""
         K = len(self.verify.taken)
         ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
@@ -242,19 +256,21 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
 
     def no_drafts(self, view: View) -> Any:
-        """Returns drafts that equal the canvas, so that none of them equals the result of a step."""
+        """Returns the stored drafts for a window that has none: `K - 1` copies of its tokens and undecided positions,
+        which do not equal the result of a step and so are not accepted. None if the verifier uses no drafts."""
         more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
 
     def through(self, model: Any) -> Any:
-        """Returns the model that makes the cache."""
+        """Returns the model with which the cache is made: `model`, or its wrapper if the caching rule has one."""
         return self.kinds[0].through(model)
 
     def phase(self, s: State) -> Array:
-        """Returns the phase of each row's next round, `i32[B]` (`Caching.phase`)."""
+        """Returns for each row the index in `caching.phases` of the kind of round that it needs next, `i32[B]`."""
         return self.caching.phase(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
 
     def needs_refresh(self, s: State) -> Array:
-        """Returns the rows whose next round is a wide one, `bool[B]`."""
+        """Returns the rows that next need a wide round, which computes the whole text and rewrites the cache:
+        `bool[B]`."""
         return self.caching.needs_refresh(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])

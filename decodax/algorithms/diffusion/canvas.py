@@ -15,13 +15,13 @@ from decodax.core.state import State
 
 @struct
 class Canvas(Struct):
-    """The text of each row by absolute position, with its undecided positions.
+    """State of masked diffusion: the text of each row by absolute position, with its undecided ("open") positions.
 
     Attributes:
-        tokens, open, editable, when, confidence: `[B, N]`, see `View`.
+        tokens, open, editable, when, confidence: `[B, N]`, for the whole text what `View` has for the window.
         start, end, step, round, opened, full, kept, refreshed: `i32[B]`, see `View`.
-        final: `i32[B]`; tokens before this position are final. It is larger than `start` while they wait for a commit
-            forward.
+        final: `i32[B]`; tokens before this position are final. It is larger than `start` while a forward pass that
+            writes their final cache entries is still to come.
         valid: `bool[B, S]`, cache slots that have an entry.
         drafts: tokens and open positions of the window after further steps, `[B, K - 1, W]` each, or None.
         memory: the policies' memories, by name.
@@ -54,8 +54,8 @@ class Canvas(Struct):
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """Returns the views of the rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`) are tokens that
-    end a text."""
+    """Returns the window of each row as a `View`: the `width` positions of the canvas `c` from `c.start` on. `eos`
+    (`i32[B, E]`) are tokens that end a text; None: no such tokens."""
     window = lambda x: cut(x, c.start, width)
     return View(
         positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=window(c.tokens), open=window(c.open),
@@ -66,7 +66,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """Returns the result of `look`, with the whole text in `View.text`."""
+    """Returns the window of each row as `look` does, with the whole text and the model's cache added in `View.text`."""
     return look(s, c, width, eos).replace(text=WholeText(open=c.open, when=c.when, cache=s.cache))
 
 

@@ -25,7 +25,8 @@ from decodax.sampling.guidance import Guided, GuidedCache, Unconditional
 
 @struct
 class MaskedPrompt(Unconditional):
-    """Replaces the prompt by mask tokens, for the unconditional logits.
+    """The input of the unconditional branch of classifier-free guidance for diffusion models: the text with mask tokens
+    in place of the prompt.
 
     Attributes:
         prompt_length: `i32[B]`, number of prompt tokens.

@@ -23,12 +23,12 @@ Memory = Any
 
 
 class DiffusionRule:
-    """Base of the policies. A policy is a frozen dataclass, static under jit. It has a memory only if it overrides
-    `init`.
+    """Base class of the rules (policies) of masked diffusion: frozen dataclasses, static under jit. A rule that
+    overrides `init` has a memory, a pytree that is carried from step to step.
 
     Attributes:
-        of: "policy" if the rule needs `Seen.policy`, else "model".
-        reads: number of likeliest tokens that the rule needs in `Seen.likeliest`, `k`.
+        of: "policy" if the rule needs `Seen.policy`, the statistics after the sampling policy; else "model".
+        reads: number `k` of the likeliest tokens of each position that the rule needs in `Seen.likeliest`.
     """
 
     of: str = "model"
@@ -36,26 +36,33 @@ class DiffusionRule:
 
     @property
     def longest(self) -> int:
-        """Maximum number of steps of a window for which the rule is made; 0 if it has no such number."""
+        """Largest number of denoising steps that the rule plans for a window; 0 if it plans no number."""
         return 0
 
     def fit(self, budget: int) -> Self:
-        """Returns the rule for texts of `budget` new tokens. Sizes that are None are set."""
+        """Returns the rule for texts of at most `budget` new tokens: sizes that were left None are set from it."""
         return self
 
     def init(self, view: View) -> Memory:
-        """Returns the rule's memory before the first step: a pytree whose leaves have a leading axis `B` and an
-        explicit dtype, none as wide as the vocabulary. `view` is the first window."""
+        """Returns the rule's memory before the first step, for the first window `view`: a pytree whose leaves have a
+        leading axis `B`, an explicit dtype and no vocabulary axis. None: the rule has no memory."""
         return None
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
-        """Returns the rule's memory after a step. The window may have moved: then `after.start > before.start` and
-        `after.step == 0`."""
+        """Returns the rule's memory after a denoising step.
+
+        Args:
+            before: the window before the step.
+            seen: the predictions that the step used.
+            after: the window after it; if it has moved, `after.start > before.start` and `after.step == 0`.
+            memory: the rule's memory before the step.
+        """
         return memory
 
 
 class Stepped:
-    """Base of rules with an attribute `steps`, the number of steps of a window."""
+    """Base class of rules with an attribute `steps`, the number of denoising steps in which a window is filled; None:
+    one position per step."""
 
     steps: int | None
 
@@ -65,23 +72,24 @@ class Stepped:
 
 
 class BudgetSized:
-    """Base of rules with an attribute `size`, the maximum number of new tokens of a text; None until `fit` sets it."""
+    """Base class of rules with an attribute `size`, the maximum number of new tokens of a text. If it is None, `fit`
+    sets it."""
 
     size: int | None
 
     def fit(self, budget: int) -> Self:
-        """Returns the rule with a size for texts of `budget` new tokens: a power of two, so that different budgets
-        share compiled programs."""
+        """Returns the rule with its `size` set, if it was None, to the smallest power of two that is at least `budget`
+        and 8, so that different budgets share compiled programs."""
         if self.size is not None:
             return self
         return dataclasses.replace(self, size=max(1 << max(budget - 1, 0).bit_length(), 8))     # type: ignore[type-var]
 
     @property
     def known_size(self) -> int:
-        """The size.
+        """The attribute `size`, the maximum number of new tokens of a text.
 
         Raises:
-            ValueError: the size is None.
+            ValueError: the size is still None.
         """
         if self.size is None:
             raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
@@ -89,7 +97,8 @@ class BudgetSized:
 
 
 class Shaper(DiffusionRule, abc.ABC):
-    """Changes the model's distributions before candidates and statistics are taken from them."""
+    """Base class of rules that change the model's logits before candidates are drawn and statistics are computed from
+    them."""
 
     @abc.abstractmethod
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
@@ -97,13 +106,14 @@ class Shaper(DiffusionRule, abc.ABC):
 
 
 class Windows(DiffusionRule, abc.ABC):
-    """Determines the positions that a round works on, and when they are final. By default all positions of the window
-    are active, and they are final once none of them is open."""
+    """Base class of rules that choose the window of each row, the positions that a round works on, and decide when its
+    positions are final. By default all open positions of the window may be unmasked, and the window is final once none
+    is open."""
 
     @property
     def align(self) -> int | None:
-        """The first window starts at a multiple of this number, at or before the prompt's end. None: at the prompt's
-        end."""
+        """Number that divides the start of the first window, which is the largest such position up to the prompt's end.
+        None: the first window starts at the prompt's end."""
         return None
 
     @property
@@ -125,14 +135,15 @@ class Windows(DiffusionRule, abc.ABC):
         return view.masked
 
     def finished(self, view: View, memory: Memory) -> Array:
-        """Returns the number of positions from `start` on that are final after a step, `i32[R]`. The next window starts
-        after them."""
+        """Returns the number of positions at the window's beginning that are final after a step, `i32[R]`; 0 if its
+        first position is not. The window then moves on by this number."""
         left = jnp.maximum(jnp.minimum(view.start + view.positions.shape[1], view.end) - view.start, 0)
         return jnp.where(view.masked.any(1), 0, left)
 
     def last(self, start: Array, end: Array) -> Array:
-        """Returns the end of the last window if all windows have the same width, `i32[B]`: less than one width after
-        the end of the text. Used for models whose windows overhang the text.
+        """Returns the position after the last window, `i32[B]`, for models that were trained on whole windows: windows
+        of equal width from `start` on cover the text, so it is less than one width after `end`. By default `end`
+        itself.
 
         Args:
             start: `i32[B]`, start of the first window.
@@ -142,7 +153,8 @@ class Windows(DiffusionRule, abc.ABC):
 
 
 class Score(DiffusionRule, abc.ABC):
-    """Scores the candidates; those with the largest scores are unmasked first."""
+    """Base class of rules that score the candidate of each open position; positions with the largest scores are
+    unmasked first."""
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
@@ -150,11 +162,13 @@ class Score(DiffusionRule, abc.ABC):
 
 
 class Unmask(DiffusionRule, abc.ABC):
-    """Chooses the candidates that are unmasked in a step."""
+    """Base class of rules that choose the open positions which are unmasked in a step, that is, get their candidate as
+    token."""
 
     @property
     def patient(self) -> bool:
-        """True if a step may unmask nothing. Such a rule must unmask all positions after a bounded number of steps."""
+        """True if a step may unmask no position. False: if the rule chooses none, the position with the best score is
+        unmasked. A patient rule must unmask all positions after a bounded number of steps."""
         return False
 
     @abc.abstractmethod
@@ -179,16 +193,18 @@ class Remask(DiffusionRule, abc.ABC):
         """Returns `after` with other `tokens` or reopened positions (`open`). Only `editable` positions change."""
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
-        """Returns rows whose window has no open position left but is not final yet, `bool[R]`."""
+        """Returns rows whose window the rule still changes although no position is open, `bool[R]`: they take more
+        steps before the window is final. `before` and `after` are the windows before and after the step."""
         return jnp.zeros(after.start.shape, bool)
 
 
 class Stop(DiffusionRule):
-    """Ends a row before all of its canvas is decided (early stop); by default never.
+    """Base class of rules that end a row early: by unmasking all positions at once (`early_stop`), or by cutting the
+    text (`end`). By default neither happens.
 
     Attributes:
-        filled: True if the model attends to the positions after the end, with copies of the last token; otherwise they
-            are left out.
+        filled: True if the model still attends to the positions after the new end, which get copies of the last token;
+            otherwise they are left out.
         likeliest: True if rows that the rule stops early get the policy's likeliest tokens in place of the candidates.
             It may read `Seen.best` and, of `Seen.model`, what does not depend on the candidates.
     """
@@ -197,11 +213,14 @@ class Stop(DiffusionRule):
     likeliest: bool = False
 
     def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """Returns rows whose open positions are all unmasked in this step, without remasking, `bool[R]`."""
+        """Returns rows in which this step unmasks all open positions of the window and remasks none, `bool[R]`. `seen`
+        has the predictions for the window `view`."""
         return jnp.zeros(view.start.shape, bool)
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
-        """Returns the end of the text after a step, `i32[R]`; at most `after.end`."""
+        """Returns the end of each row's text after a step, `i32[R]`: the absolute position after the last token, at
+        most `after.end`. `before` and `after` are the window before and after the step, `seen` has the step's
+        predictions."""
         return after.end
 
 
@@ -237,26 +256,29 @@ class Caching(DiffusionRule):
     phases: tuple[bool, ...] = ()
 
     def phase(self, view: View, memory: Memory) -> Array:
-        """Returns the phase of each row's next round, `i32[B]`. For rules with phases this replaces `needs_refresh`."""
+        """Returns the phase of each row's next round, `i32[B]`, an index of `phases`. Only used by rules with `phases`,
+        for which it replaces `needs_refresh`."""
         return (~self.needs_refresh(view, memory)).astype(jnp.int32)
 
     def wrap_model(self, model: Any, phase: int) -> Any:
-        """Returns the model for the rounds of a phase, which also makes the cache; for rules with phases."""
+        """Returns the model that computes the rounds of kind `phase` (an index of `phases`), such as a wrapper of
+        `model`; it also makes the cache. Only used by rules with `phases`."""
         return model
 
     def hint(self, view: View, positions: Array, phase: int) -> Any:
-        """Returns a struct for the model of `wrap_model`, which gets it in `Window.hints`, or None; for rules with
-        phases."""
+        """Returns a struct that the model from `wrap_model` gets in `Window.hints`, or None. `positions` (`i32[B, n]`)
+        are those that the forward pass computes. Only used by rules with `phases`."""
         return None
 
     def needs_refresh(self, view: View, memory: Memory) -> Array:
-        """Returns the rows that need a wide round, `bool[B]`."""
+        """Returns the rows whose next forward pass must be wide, that is, compute the whole text instead of some
+        positions: `bool[B]`."""
         return jnp.zeros(view.start.shape, bool)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
-        """Returns the nodes of a narrow round: the window, the `left` positions before it (where a shifted model
-        predicts its first token), and any others that the rule recomputes. Nodes that are `own` must have different
-        positions."""
+        """Returns the positions that a narrow forward pass computes: the window, the `left` positions before it (whose
+        logits predict its first token, if logits predict the next position), and others that the rule recomputes. No
+        position may occur twice among nodes that are `own`."""
         return span(view, left, view.positions.shape[1])
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
@@ -274,7 +296,7 @@ class Caching(DiffusionRule):
 
 
 class Verify(DiffusionRule, Composed, abc.ABC):
-    """Chooses among several canvases of a row that one forward pass scored.
+    """Base class of rules that score several versions of a row's canvas in one forward pass, and accept some of them.
 
     Attributes:
         assists: True if a second model judges the candidates (`decodax.algorithms.diffusion.rules.judged`).
@@ -285,8 +307,9 @@ class Verify(DiffusionRule, Composed, abc.ABC):
     @property
     @abc.abstractmethod
     def taken(self) -> tuple[tuple[int, ...], ...]:
-        """For each canvas of a forward pass, the steps that it has taken in advance, counted from 0. The first one,
-        `()`, is the canvas itself. The others are drafts, ordered by their number of steps."""
+        """One tuple for each of the `K` canvases that a forward pass scores: the numbers of the next steps (0 is the
+        very next) that this canvas has taken in advance. The first is `()`, the current canvas; the others, the drafts,
+        are ordered by length."""
 
     @abc.abstractmethod
     def path(self, drafts: View, results: View) -> Array:

@@ -27,7 +27,8 @@ from decodax.sampling.draw import winner
 
 @struct
 class Decided(Struct):
-    """Replaces the state in the policy's transforms; its text is the decided tokens of the canvas, -1 elsewhere."""
+    """Stands in for the decoding state when the policy's transforms are applied to a canvas: `tokens` (`i32[B, N]`) are
+    the decided tokens, -1 elsewhere."""
 
     tokens: Array
     length: Array
@@ -150,7 +151,7 @@ def _held(of: Any, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distrib
 
 
 def side_by_side(mask: Array, count: int) -> Array:
-    """Returns the mask of `count` canvases in one window, `bool[B, count * n, count * n]`. Each canvas attends to
-    itself by `mask` (`bool[B, n, n]`) and not to the others."""
+    """Returns the attention mask of `count` canvases in one window, `bool[B, count * n, count * n]`, from that of one
+    canvas, `mask` (`bool[B, n, n]`). It is block-diagonal: no canvas attends to another."""
     apart = jnp.eye(count, dtype=bool)[:, None, :, None]
     return (apart & mask[:, None, :, None, :]).reshape(mask.shape[0], count * mask.shape[1], -1)

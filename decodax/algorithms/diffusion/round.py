@@ -22,14 +22,14 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class Round(Around):
-    """One kind of round of a sampler.
+    """One kind of round of a masked-diffusion sampler, as an algorithm of its own.
 
     Attributes:
         of: the sampler.
-        wide: True: the round computes the whole text, and writes the cache if there is one. False: it computes some
-            nodes.
-        size: number of nodes of a narrow round for each row; None: the number that the caching rule gives.
-        phase: number of the phase, for rules with phases; else None.
+        wide: True: the forward pass computes the whole text, and writes the cache if there is one. False: it computes
+            some positions and attends to the cache for the others.
+        size: number of positions of a narrow forward pass in each row; None: all that the caching rule gives.
+        phase: index in the caching rule's `phases`; None if the rule has none.
     """
 
     of: Algorithm
@@ -47,8 +47,8 @@ class Round(Around):
 
     @property
     def branches(self) -> int:
-        """Number of canvases of a row, `K`. It is 1 in the wide rounds of a cache, which begin a window, when there are
-        no drafts yet."""
+        """Number `K` of canvases of a row that a forward pass scores. It is 1 in wide rounds that fill a cache, since
+        these begin a window, for which there are no drafts yet."""
         return 1 if self.wide and self.inner.caching.narrow else len(self.inner.verify.taken)
 
     def _turn(self, s: State) -> Array:
@@ -59,7 +59,7 @@ class Round(Around):
         return s.running & mine
 
     def through(self, model: Any) -> Any:
-        """Returns the model that these rounds run."""
+        """Returns the model that this round calls: `model`, or the caching rule's wrapper of it for `phase`."""
         return model if self.phase is None else self.inner.caching.wrap_model(model, self.phase)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
@@ -134,7 +134,8 @@ class Round(Around):
         return self.inner.whole(s) if self.inner.caching.beyond else c.end
 
     def live_nodes(self, s: State) -> Array:
-        """Returns the number of live nodes of a narrow round, `i32[B]`."""
+        """Returns the number of positions that a narrow forward pass has to compute in each row, without padding:
+        `i32[B]`."""
         return self._nodes(s, self._text(s, s.algo)).live.sum(1, dtype=jnp.int32)
 
     def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:

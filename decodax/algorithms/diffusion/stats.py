@@ -36,17 +36,17 @@ class DistributionStats(Struct):
 
     @property
     def prob(self) -> Array:
-        """Probability of the given token."""
+        """Probability of the candidate token (the one that was given to `statistics`), `f32[...]`."""
         return jnp.exp(self.log_prob)
 
     @property
     def margin(self) -> Array:
-        """Difference between the two largest probabilities."""
+        """Largest probability of a token minus the second largest, `f32[...]`."""
         return jnp.exp(self.top - self.lse) - jnp.exp(self.second - self.lse)
 
     @property
     def gap(self) -> Array:
-        """Difference between the two largest logits."""
+        """Largest logit minus the second largest, `f32[...]`."""
         return self.top - self.second
 
 

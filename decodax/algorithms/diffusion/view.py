@@ -19,10 +19,11 @@ from decodax.core.keys import Purpose
 
 @struct
 class WholeText(Struct):
-    """The whole text of each row, by absolute position.
+    """The whole text of each row, indexed by absolute position.
 
     Attributes:
-        open, when: `bool[B, N]` and `i32[B, N]`, see `View`.
+        open: `bool[B, N]`, positions whose token is not decided.
+        when: `i32[B, N]`, the step of the row in which the token was decided; -1 if it is open, given or frozen.
         cache: the model's cache.
     """
 
@@ -82,25 +83,28 @@ class View(Struct):
 
     @property
     def inside(self) -> Array:
-        """`bool[R, W]`: positions before the end of the text."""
+        """Positions of the window that are before the end of the text, `bool[R, W]`."""
         return self.positions < self.end[:, None]
 
     @property
     def masked(self) -> Array:
-        """`bool[R, W]`: open positions before the end of the text."""
+        """Positions of the window that are before the end of the text and whose token is not decided, `bool[R, W]`."""
         return self.open & self.inside
 
     @property
     def unmasked(self) -> Array:
-        """`bool[R, W]`: tokens that decoding has decided and may change again."""
+        """Positions of the window that are before the end of the text and whose token decoding has decided, `bool[R,
+        W]`; it may still change. Prompt and frozen tokens are not among them."""
         return ~self.open & self.editable & self.inside
 
     def uniforms(self, purpose: Purpose) -> Array:
-        """Returns two uniform random numbers for each position in this round, `f32[R, W, 2]`."""
+        """Returns two uniform random numbers in [0, 1) for each position of the window, `f32[R, W, 2]`. They depend on
+        the row's key, the position, the number of the row's step and `purpose`."""
         return keys.uniforms(self.key, self.positions, purpose, salt=self.round)
 
     def addresses(self, purpose: Purpose) -> Array:
-        """Returns the address of a random draw from the vocabulary for each position in this round, `u32[R, W, 2]`."""
+        """Returns a seed for one random draw of a token at each position of the window, `u32[R, W, 2]`. It depends on
+        the row's key, the position, the number of the row's step and `purpose`."""
         return keys.addresses(self.key, self.positions, purpose, salt=self.round)
 
 
@@ -131,15 +135,16 @@ class Seen(Struct):
     best: Array | None = None
 
     def of(self, name: str) -> DistributionStats:
-        """Returns the statistics `policy` if `name` is "policy", else `model`."""
+        """Returns the statistics of the policy's distributions if `name` is "policy", and those of the model's own
+        distributions otherwise."""
         stats = self.policy if name == "policy" else self.model
         assert stats is not None
         return stats
 
 
 def span(view: View, before: int, width: int) -> Nodes:
-    """Returns the nodes from `before` positions before the window's start to `width` positions after it, within the
-    text."""
+    """Returns the `before + width` consecutive positions from `view.start - before` on as nodes of a forward pass, `[B,
+    before + width]`. Those outside the text are marked as not live."""
     positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
     return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
                  own=jnp.ones(positions.shape, bool))

@@ -109,8 +109,8 @@ class Cascade(Varies, Concludes, Paced):
 
     @property
     def last(self) -> int:
-        """Markov order of the last round, `min(orders, longest - 1)`: texts of at most two tokens have no order above
-        1."""
+        """Highest Markov order that is used, `min(orders, longest - 1)`, since a text of `longest` tokens has no longer
+        contexts."""
         return min(self.orders, self.longest - 1)
 
     @property

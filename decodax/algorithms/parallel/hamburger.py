@@ -46,13 +46,13 @@ class MergedPosition(Struct):
 
 @struct
 class MergedGroup(Struct):
-    """A hint (`Window.hints`): the group of each row that is written in a round, and that the model reads. Its merged
-    embedding is that of the window's first node.
+    """A hint (`Window.hints`) for the model `Merging`: the group of up to `M` tokens that each row has decoded last,
+    which the model reads as one position.
 
     Attributes:
-        tokens: `i32[B, M]`, its tokens; negative where the distribution was invalid.
+        tokens: `i32[B, M]`, the group's tokens; negative where the distribution was invalid.
         count: `i32[B]`, number of its tokens; 0: the model reads the last token of the prompt.
-        hidden: `f[B, M, D]`, the hidden states that predict them.
+        hidden: `f[B, M, D]`, the hidden states from which the tokens were predicted.
     """
 
     tokens: Array

@@ -12,8 +12,8 @@ from jax import Array, lax
 
 
 def product(a: Array, b: Array) -> Array:
-    """Returns the max-plus product of matrices `f32[..., K, K]`: entry `[i, k]` is the maximum over `j` of `a[i, j] +
-    b[j, k]`."""
+    """Returns the matrix product of `a` and `b` (`f32[..., K, K]`) with maximum and sum in place of sum and product:
+    entry `[i, k]` is the maximum over `j` of `a[i, j] + b[j, k]`."""
     return (a[..., :, :, None] + b[..., None, :, :]).max(-2)
 
 

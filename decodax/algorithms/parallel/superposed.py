@@ -30,11 +30,11 @@ from decodax.pallas_kernels.vocabulary import cooled, top_k
 
 @struct
 class Shares(Struct):
-    """A hint (`Window.hints`) for `Superposition`: the weight of each row's newest token in the mixed embedding of its
-    prompt.
+    """A hint (`Window.hints`) for the model `Superposition`, which reads a weighted mean of the newest tokens'
+    embeddings of a prompt's drafts.
 
     Attributes:
-        values: `f32[B]`.
+        values: `f32[B]`, the weight of each row's token.
     """
 
     values: Array
@@ -55,8 +55,8 @@ class Drafts(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Superposition(Readout):
-    """A model that runs `base` once for the `k` rows of a prompt, on the weighted mean of the embeddings of their
-    newest tokens."""
+    """A model for `k` drafts of each prompt that runs `base` once for all of them: its input is the weighted sum of the
+    embeddings of their newest tokens (weights from the hint `Shares`), and all `k` rows get the same output."""
 
     k: int
 
@@ -231,7 +231,8 @@ class Superposed(Concludes):
                         beams=held.beams, record=noted)
 
     def outcome(self, s: State) -> State:
-        """Returns the state whose rows are the texts with the lowest perplexity, of the drafts and the ended texts."""
+        """Returns the state whose rows have the best texts of each prompt: those with the lowest perplexity among the
+        ended texts and the drafts that have not ended."""
         P = s.batch // self.k
         group = lambda x: x.reshape(P, self.k, *x.shape[1:])
         held, score = s.algo.finished, s.algo.score

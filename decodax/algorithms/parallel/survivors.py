@@ -36,12 +36,13 @@ class Bounds(Struct):
     eos: Array
 
     def ends(self, tokens: Array) -> Array:
-        """Returns True for tokens (`i32[P, ...]`) that end a text."""
+        """Returns whether each token is an end token of its prompt: `bool[P, ...]` from `i32[P, ...]`."""
         eos = self.eos.reshape(self.eos.shape[0], *[1] * (tokens.ndim - 1), -1)
         return (tokens[..., None] == eos).any(-1) & (tokens >= 0)
 
     def legal(self, tokens: Array, place: Array) -> Array:
-        """Returns True for tokens (`i32[P, ...]`) that the bounds allow at positions `place` (`i32[...]`)."""
+        """Returns whether tokens (`i32[P, ...]`) are allowed at positions `place` (`i32[...]`, from 0 at the first new
+        token) of a text: by its smallest length for end tokens, and by its largest length. `bool[P, ...]`."""
         wide = lambda x: x.reshape(-1, *[1] * (tokens.ndim - 1))
         end = (place >= wide(self.least) - 1) & (place < wide(self.most))
         return jnp.where(tokens == EPSILON, place >= wide(self.least),

@@ -76,7 +76,8 @@ class Speculative(LearnsFromPrompt):
 
     @property
     def drafter(self) -> Draft:
-        """The draft; a `Source` is combined with the shape of its trees."""
+        """The draft as an object with `propose`: a `Draft` as it is, and a `Source` combined with the shape of its
+        trees."""
         draft = self.draft
         if isinstance(draft, Source):
             return Grown(draft, self.shape)
@@ -134,8 +135,8 @@ class Speculative(LearnsFromPrompt):
 
 @dataclasses.dataclass(frozen=True)
 class PromptReader:
-    """The observer of a speculative method: passes prompt chunks to the part of its drafter that learns from
-    prompts."""
+    """The observer of a speculative method: passes each prefill chunk to the part of the drafter that learns from
+    prompts (`Drafter.reader`), which updates the drafter's state."""
 
     reader: Drafter
 

@@ -32,8 +32,14 @@ def of_depths(depth: Array, logits: Callable[..., Array], *nodes: Array) -> Arra
 
 
 def spread(logits: Array, ids: Array | None, size: int | None) -> Array:
-    """Returns a head's logits `f32[B, W, Vd]` over the target's vocabulary, `f32[B, W, size]`; tokens that the head
-    does not know have -inf. `ids` are those of `HeadWeights`; `size` None: the head's own."""
+    """Returns a draft head's logits, `f32[B, W, Vd]`, over the target's vocabulary: `f32[B, W, size]`, -inf for tokens
+    that the head does not have.
+
+    Args:
+        logits: the head's logits.
+        ids: `i32[Vd]`, the target's token id of each of the head's tokens; None: both count from 0 alike.
+        size: number of the target's logits; None: `Vd`.
+    """
     size = size or logits.shape[-1]
     if ids is not None:
         return jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype).at[..., ids].set(logits, mode="drop")

@@ -14,10 +14,11 @@ CHAIN = ("a Proposal (decodax.algorithms.speculative.tree.chain makes one of tok
 
 
 def propose(draft: Any, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-    """Calls `draft.propose` with the other arguments and checks its result.
+    """Calls `draft.propose(params, policy, s, state, drawn)`, checks the types and shapes of its result, and returns
+    it: a `Proposal` of drafts, and the draft's new state.
 
     Raises:
-        TypeError: the result is no pair of a `Proposal` and a state, or an array in it has another dtype or shape.
+        TypeError: the result is not a pair of a `Proposal` and a state, or an array in it has another dtype or shape.
     """
     who, sizes = f"{type(draft).__name__}.propose", {"B": s.batch}
     proposal, state = pair(who, draft.propose(params, policy, s, state, drawn), CHAIN)
@@ -32,10 +33,11 @@ def propose(draft: Any, params: Params, policy: Any, s: State, state: Any, drawn
 
 
 def grow(shape: Any, grower: Any, state: Any) -> tuple[Proposal, Any, Any]:
-    """Calls `shape.grow` and checks its result.
+    """Calls `shape.grow(grower, state)`, checks its result and returns it: a `Proposal` (the draft tree), the source's
+    state, and the window indices of the expanded nodes.
 
     Raises:
-        TypeError: the result is no triple that begins with a `Proposal`.
+        TypeError: the result is not a triple that begins with a `Proposal`.
     """
     who, given = f"{type(shape).__name__}.grow", shape.grow(grower, state)
     if not isinstance(given, tuple) or len(given) != 3:
@@ -60,10 +62,12 @@ def answered(source: Any, method: str, given: Any, batch: int, width: int) -> tu
 
 
 def verified(verifier: Any, given: Any, batch: int, longest: int) -> Any:
-    """Checks and returns the result of a verifier, for paths of at most `longest` drafts.
+    """Checks `given`, the result of a verifier for trees with paths of at most `longest` drafts, and returns it: the
+    accepted path, `i32[B, longest + 1]`, the number of accepted drafts, `i32[B]`, and the target's next token,
+    `i32[B]`.
 
     Raises:
-        TypeError: it is no triple of a path, the number of accepted drafts on it, and the target's own token.
+        TypeError: it is not a triple, or an array in it has another dtype or shape.
     """
     who, sizes = type(verifier).__name__, {"B": batch, "D": longest + 1}
     if not isinstance(given, tuple) or len(given) != 3:

@@ -31,14 +31,14 @@ class Drafter(Composed):
     defers: ClassVar[bool] = False
 
     def for_vocabulary(self, size: int) -> Self:
-        """Returns the drafter for a target whose logits have `size` entries; logits of another size are cut or
-        padded."""
+        """Returns the drafter for a target with `size` logits: its own logits, if they have another size, are cut or
+        padded (with -inf) to it."""
         return self._with(lambda part: part.for_vocabulary(size))
 
     @property
     def exact(self) -> bool:
-        """True if the drafter does not change the target's output; False if `through` gives the target a lossy
-        cache."""
+        """True if decoding with the drafter keeps the target's output; False if it replaces the target's cache by a
+        lossy one (`through`)."""
         return all(part.exact for part in parts_of(self))
 
     @property
@@ -53,18 +53,19 @@ class Drafter(Composed):
 
     @property
     def takes_gaps(self) -> bool:
-        """True if the drafter can do without some tokens of the text. Of a long stretch of plain decoding, `observe`
-        then gets only the last tokens, as a chunk that does not continue the one before."""
+        """True if the drafter need not read every token of the text. After a long stretch of plain decoding, `observe`
+        then gets only the last tokens, as a chunk with a gap before it."""
         return False
 
     def init(self, params: Params, s: State) -> Any:
-        """Returns the drafter's state for the prompts. Every leaf has an explicit dtype and a leading batch axis."""
+        """Returns the drafter's state before prefill, for the prompts in `s`: a pytree whose leaves have a leading
+        batch axis and an explicit dtype. None: the drafter has no state."""
         return None
 
     def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
-        """Returns zeros in the form of what `observe` reads of the target's output for one token of each row: hidden
-        states `f[B, 1, D or 0]`, and a tuple with the outputs of layers, None for those that are not read, or None.
-        Only called if `defers`."""
+        """Returns an example, of zeros, of what `observe` reads of the target's output for one token of each row:
+        hidden states `f[B, 1, D]` (or `f[B, 1, 0]`), and a tuple of layer outputs with None for those that are not
+        read, or None if no layer is. Only called if `defers`."""
         raise NotImplementedError(type(self).__name__)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
@@ -84,8 +85,8 @@ class Drafter(Composed):
 
 
 class AroundSource(Drafter):
-    """A drafter that wraps another one, its field `source`, and forwards every member to it. Both have the same
-    state."""
+    """Base class of drafters that wrap another one, their field `source`: prompt reading, state and cache needs are
+    those of the wrapped drafter."""
 
     if TYPE_CHECKING:
         source: Any

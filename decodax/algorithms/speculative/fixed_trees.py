@@ -48,7 +48,8 @@ class Fixed(Shape):
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]]) -> Fixed:
-        """Makes the tree from any sequences of ranks."""
+        """Returns the tree whose nodes are given by any sequences of ranks, such as lists: `[0, 2]` is the third most
+        likely token after the most likely first one."""
         return cls(tuple(tuple(int(i) for i in p) for p in paths))
 
     @classmethod
@@ -71,12 +72,14 @@ class Fixed(Shape):
 
     @functools.cached_property
     def order(self) -> tuple[Path, ...]:
-        """The paths in the order of their window nodes: by level, siblings by rank."""
+        """The paths of all drafts in the order in which they are in the target's window: by depth, then by ranks. The
+        path at index `i` is window node `i + 1`."""
         return tuple(sorted(self.paths, key=lambda p: (len(p), p)))
 
     @property
     def parents(self) -> np.ndarray:
-        """Window node of each node's parent, `i32[N]`; 0 is the newest token."""
+        """For each of the `N` drafts, in the order of `order`, the window index of its parent, `i32[N]`: 0 is the
+        newest token, `i` is draft `i - 1`."""
         node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
         return np.array([node[p[:-1]] for p in self.order], np.int32)
 
@@ -141,19 +144,26 @@ class GrowthPlan:
         self.nodes[0, [i - 1 for p, i in self.slot.items() if p]] = [node[p] for p in self.slot if p]
 
     def wide(self, root: Any) -> Any:
-        """Pads arrays of the newest token, `[B, 1, ...]`, with zeros to all slots, `[B, 1 + room, ...]`."""
+        """Returns the arrays of the newest token (a pytree with leaves `[B, 1, ...]`), padded with zeros for the `room`
+        expanded nodes: leaves `[B, 1 + room, ...]`."""
         return jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1 + self.room, *x.shape[2:]), x.dtype).at[:, :1].set(x),
                             root)
 
     def put(self, found: Any, new: Any, filled: Array) -> Any:
-        """Writes the arrays `new` of the level that was expanded last into `found`; `filled` is the number of slots in
-        use."""
+        """Returns `found`, the arrays of all slots (leaves `[B, 1 + room, ...]`), with those of the level expanded
+        last, `new` (leaves `[B, width, ...]`), written at its slots. `filled` (`i32[]`) is the number of slots in use
+        after that level."""
         start = filled - self.width
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 1), found, new)
 
     def proposal(self, tokens: Array, live: Array, log_q: Array | None) -> Proposal:
-        """Returns the tree, from the children of all slots: `tokens` and `live` are `[B, 1 + room, fanout]`, `log_q` is
-        `f32[B, 1 + room, V]`."""
+        """Returns the drafts of the tree as a `Proposal`.
+
+        Args:
+            tokens: `i32[B, 1 + room, fanout]`, the children of the newest token (slot 0) and of each expanded node.
+            live: `bool[B, 1 + room, fanout]`, False for children that do not exist.
+            log_q: `f32[B, 1 + room, V]`, log of the distributions from which they were drawn, or None.
+        """
         up = np.array([self.slot[p[:-1]] for p in self.order], np.int32)
         ranks = np.array([p[-1] for p in self.order], np.int32)
         if log_q is not None:       # the nodes that have children are among those up to the last one that has

@@ -55,7 +55,7 @@ class Grown(AroundSource, Draft):
 
 @dataclasses.dataclass(frozen=True)
 class Trimmed(AroundSource, Draft):
-    """A draft that keeps only the first `length` drafts of the chains of another one, `source`."""
+    """A draft that proposes the first `length` tokens of the chains of another draft, `source`, and drops the rest."""
 
     source: Draft
     length: int

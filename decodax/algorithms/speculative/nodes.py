@@ -47,7 +47,8 @@ class Level(Struct):
 
     @property
     def inside(self) -> Array:
-        """Attention mask among the nodes of the level, `bool[1, w, w]`."""
+        """Attention mask among the `w` nodes of the level, `bool[1, w, w]`: each attends to itself, and in a chain also
+        to the nodes before it."""
         w = self.tokens.shape[1]
         return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
 
@@ -81,5 +82,5 @@ class Children(Struct):
 
     @property
     def own(self) -> Array:
-        """The source's log-probability of each candidate at temperature 1, `f32[B, w, R]`."""
+        """Log-probability of each candidate under the source's distribution at temperature 1, `f32[B, w, R]`."""
         return jnp.take_along_axis(self.log_own, self.tokens, -1)

@@ -29,10 +29,11 @@ from decodax.sampling.draw import draw, race, winner
 
 
 class Draft(Drafter, abc.ABC):
-    """A drafter that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
+    """Base class of drafters that make complete chains or trees of drafts by themselves, such as by look-up in the
+    text. Derive a frozen dataclass, static under jit.
 
     Attributes:
-        length: `K`, largest number of drafts on a path.
+        length: `K`, largest number of drafts on a path of the tree.
     """
 
     if TYPE_CHECKING:       # a dataclass would take a property here for the default of its field
@@ -42,13 +43,21 @@ class Draft(Drafter, abc.ABC):
 
     @property
     def form(self) -> Shape | None:
-        """The shape of the drafted trees; None if it differs from round to round."""
+        """The shape of the draft trees, if it is the same in each round and known; otherwise None."""
         return None
 
     @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        """Returns drafts of the tokens after each row's newest one, and the new state. `drawn` says how sampled drafts
-        have to be drawn; a deterministic draft may ignore it."""
+        """Returns the drafts of a round, a `Proposal` of tokens that may follow each row's newest token, and the
+        drafter's new state.
+
+        Args:
+            params: weights of the target and of the drafter.
+            policy: the sampling policy.
+            s: the decoding state.
+            state: the drafter's state.
+            drawn: how the verifier needs sampled drafts to be drawn, see `Drawn`; a deterministic draft may ignore it.
+        """
 
 
 class Source(Drafter, abc.ABC):
@@ -62,22 +71,23 @@ class Source(Drafter, abc.ABC):
 
     @property
     def shape(self) -> Shape | None:
-        """Default shape of the tree, if the user gives none; None: a chain."""
+        """The shape of the draft tree that is used if the user gives none; None: a chain."""
         return None
 
     @property
     def longest(self) -> int | None:
-        """Largest number of drafts on a path; None: any."""
+        """Largest number of drafts on a path of the tree that the source can make; None: no limit."""
         return None
 
     @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
-        """Begins a tree. Returns the state with space for `room` nodes, and the answer for the newest token (`w` is
-        1)."""
+        """Begins a draft tree at each row's newest token. Returns the source's state, with space for `room` nodes, and
+        its prediction after the newest token: an `Answer` whose logits are `f32[B, 1, V]`."""
 
     @abc.abstractmethod
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
-        """Adds the nodes of `level` to the tree. Returns the state with them, and the answer for them."""
+        """Adds the `w` nodes of `level` to the draft tree. Returns the source's state with them, and its predictions
+        after each of them: an `Answer` whose logits are `f32[B, w, V]`."""
 
     def place(self, state: Any, slots: Array) -> Any:
         """Returns the state with the places of the expanded nodes in the target's window. `slots` is `i32[B or 1,
@@ -86,19 +96,28 @@ class Source(Drafter, abc.ABC):
         return state
 
     def begin(self, params: Params, s: State, state: Any, proposal: Proposal, slots: Array) -> Any:
-        """Returns the part of the target's forward pass over the window that the source has already computed, for
-        sources that run the target's own first layers; None: none. `slots` are those of `place`."""
+        """Returns what drafting has already computed of the target's forward pass over the newest token and the drafts
+        (for sources that run the target's own first layers), or None.
+
+        Args:
+            params: weights of the target and of the source.
+            s: the decoding state.
+            state: the source's state.
+            proposal: the drafts.
+            slots: `i32[B or 1, room]`, the window index of each node that `extend` was called with, -1 if it is not
+                there.
+        """
         return None
 
     def probes(self, params: Params, s: State, state: Any, proposal: Proposal) -> Probes | None:
-        """Returns nodes that the target scores beside the tree that was grown, for sources that learn from them; None:
-        none."""
+        """Returns additional nodes for the target's window that are scored but never accepted, for sources that predict
+        from the target's output at them; None: no such nodes."""
         return None
 
 
 class SourceAround(AroundSource, Source):
-    """Base class of sources that wrap another source. The state is a struct whose field `source` is the state of the
-    inner source."""
+    """Base class of sources that wrap another source, their field `source`, and by default pass every call on to it.
+    The state is a struct whose field `source` is the wrapped source's state."""
 
     @property
     def reader(self) -> Self | None:
@@ -162,12 +181,14 @@ class Grower:
 
     @property
     def ranked(self) -> Grower:
-        """This grower for children that may be kept or dropped by their own probability: "coupled" or "ranked" ones."""
+        """This grower with children that are chosen by rank instead of drawn, unless they are "coupled" to the target's
+        draw. A shape that keeps or drops children by their own probability must use it, since those kept are no
+        draws."""
         return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
 
     def distinct(self, shape: Any) -> None:
-        """Raises ValueError if the verifier needs siblings drawn with replacement. For a `shape` that draws them
-        without."""
+        """Raises ValueError if the verifier needs siblings that are drawn independently ("with replacement"). Called by
+        shapes whose siblings are drawn without replacement; `shape` is named in the error."""
         if self.drawn == "independent":
             raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
                              "MultiRound(replacement=False)")
@@ -220,8 +241,8 @@ class Grower:
         return jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), behind)
 
     def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
-        """Returns uniform numbers in [0, 1) for a shape's own use at tree slots `nodes` (`i32[B, w]`): `f32[B, w,
-        count, 2]`."""
+        """Returns uniform random numbers in [0, 1) that a shape may use for any purpose: `f32[B, w, count, 2]`, `count`
+        pairs at each of the tree slots `nodes` (`i32[B, w]`)."""
         return self.uniforms_for(g, nodes, count, Purpose.ORDER)
 
     def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
@@ -302,16 +323,22 @@ def likeliest(log_p: Array, count: int) -> Array:
 
 
 def fitted(source: Any, size: int | None) -> Any:
+<<<<<<< HEAD
     """Returns the drafter for a target with `size` logits: the drafter's own logits are cut or padded to this number
     (`Drafter.for_vocabulary`). If `size` is None, the drafter is returned unchanged."""
+=======
+    """Returns the drafter `source` for a target with `size` logits (see `Drafter.for_vocabulary`), or unchanged if
+    `size` is None."""
+>>>>>>> d1
     return source if size is None else source.for_vocabulary(size)
 
 
 class Shape(abc.ABC):
-    """The rule by which a draft tree grows: derive a frozen dataclass from this, static under jit.
+    """Base class of the rules by which a draft tree grows from a source's predictions. Derive a frozen dataclass,
+    static under jit.
 
     Attributes:
-        length: largest number of drafts on a path.
+        length: largest number of drafts on a path of the tree.
     """
 
     if TYPE_CHECKING:       # as in `Draft`
@@ -331,13 +358,22 @@ class Shape(abc.ABC):
 
     @property
     def batch_budget(self) -> int | None:
-        """Largest number of drafts in all rows of a batch together; None: limited only by the window."""
+        """Largest number of drafts that all rows of a batch have together in a round; None: no limit but that of the
+        window."""
         return None
 
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        """Returns a tree grown from the source's state; the source's state; and the window node of each expanded node,
-        `i32[B or 1, room]`, -1 for those that are not in the window."""
+        """Grows the draft tree of a round.
+
+        Args:
+            grower: calls the source and draws children; see its `start` and `expand`.
+            state: the source's state.
+
+        Returns:
+            The tree; the source's new state; and the window index of each node that was expanded, `i32[B or 1, room]`,
+                -1 for those that are not in the tree.
+        """
 
 
 __all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape", "Source",

@@ -51,7 +51,8 @@ from decodax.sharding.place import place
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Durations of a round in seconds, for each number of drafts, with the transfer to the other side.
+    """Measured durations in seconds of the two parts of a round, for each number of drafts; each includes the transfer
+    of its result to the other part's devices.
 
     Attributes:
         draft: durations of drafting.
@@ -147,7 +148,8 @@ class Split:
 
     @property
     def target(self) -> Speculative:
-        """The target's algorithm, for the largest number of drafts; start and prefill a state with it."""
+        """The algorithm that the target's devices run, with the largest number of drafts. Use it to make and prefill
+        the decoding state."""
         return self._target(len(self.lengths) - 1)
 
     def begin(self, weights: Any, policy: Any, s: State, devices: Mesh | jax.Device) -> DraftSide:

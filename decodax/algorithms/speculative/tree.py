@@ -78,13 +78,17 @@ class Proposal(Struct):
 
     @property
     def count(self) -> Array:
-        """Number of live drafts, `i32[B]`."""
+        """Number of drafts of each row without padding, `i32[B]`."""
         return self.live.sum(1, dtype=jnp.int32)
 
 
 def chain(tokens: Array, count: Array, log_q: Array | None = None) -> Proposal:
-    """Returns the proposal of a chain: the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th of them drawn
-    from `log_q[:, i]`.
+    """Returns drafts that form a chain in each row, as a `Proposal`.
+
+    Args:
+        tokens: `i32[B, K]`, the drafts.
+        count: `i32[B]`, how many of them are used; the others are padding.
+        log_q: `f32[B, K, V]`, log of the distribution from which each draft was drawn; None: they were not drawn.
 
     Raises:
         TypeError: an array of another dtype or shape.
@@ -128,8 +132,8 @@ class Tree:
 
 
 def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
-    """Returns the topology of a proposal after the tokens `newest` (`i32[B]`), with at most `longest` drafts on a
-    path."""
+    """Returns the `Tree` of a proposal: its drafts and the tokens `newest` (`i32[B]`) at its root, with depths and
+    ancestors of all nodes. `longest` is the largest number of drafts on a path."""
     N = proposal.tokens.shape[1]
     above = np.arange(N, dtype=np.int32)[None] if proposal.parents is None else proposal.parents
     xp: Any = np if isinstance(above, np.ndarray) else jnp      # a fixed topology is a constant of the program
@@ -148,8 +152,15 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: PartialForward | None = None) -> Window:
-    """Returns the window of a tree whose newest tokens have the positions `start` (`i32[B]`). All nodes of rows that
-    are not `running` are dead."""
+    """Returns the window that the target scores: the tree's nodes, then the probes.
+
+    Args:
+        t: the tree.
+        start: `i32[B]`, position of the newest token.
+        running: `bool[B]`; nodes of other rows are dead.
+        probes: additional nodes, or None.
+        begun: the part of the forward pass that drafting has computed, or None; not used with probes.
+    """
     B = t.tokens.shape[0]
     start = start[:, None].astype(jnp.int32)
     live = t.live & running[:, None]
@@ -172,8 +183,8 @@ def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: 
 
 
 def path_to(t: Tree, node: Array) -> Array:
-    """Returns the window nodes on the path from the newest token to `node` (`i32[B]`), by depth: `i32[B, longest + 1]`,
-    padded with 0."""
+    """Returns the indices of the nodes on the path from the newest token (index 0) to the tree node `node` (`i32[B]`),
+    both included, `i32[B, longest + 1]`. The entry at `d` has depth `d`; entries after `node` are 0."""
     on = jnp.take_along_axis(jnp.broadcast_to(t.sees, (node.shape[0], t.size, t.size)), node[:, None, None], 1)
     here = on & (t.depth[:, None, :] == jnp.arange(t.longest + 1)[:, None])
     return jnp.argmax(here, -1).astype(jnp.int32)
@@ -197,18 +208,22 @@ def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
 
 
 def at_parents(t: Tree, x: Array) -> Array:
-    """Returns the value of `x` (`[B, 1 + N, ...]`) at each node's parent; the newest token keeps its own."""
+    """Returns the value that `x` (`[B, 1 + N, ...]`) has at each node's parent: `[B, 1 + N, ...]`. The newest token,
+    which has no parent, gets its own value."""
     up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
     return jnp.take_along_axis(x, up.reshape(*up.shape, *[1] * (x.ndim - 2)), 1)
 
 
 def of_tokens(t: Tree, x: Array) -> Array:
-    """Returns for each node the entry of `x` (`[B, 1 + N, V]`) at its parent and its token: `[B, 1 + N]`."""
+    """Returns the value that `x` (`[B, 1 + N, V]`, such as log-probabilities of the next token) has for each node's
+    token at the node's parent: `[B, 1 + N]`."""
     up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
     return x[jnp.arange(up.shape[0])[:, None], up, t.tokens]
 
 
 def at_end(x: Array, path: Array, accepted: Array) -> Array:
-    """Returns the value of `x` (`[B, 1 + N]`) at the last accepted node of `path`: `[B]`."""
+    """Returns the value of `x` (`[B, 1 + N]`) at the last accepted node, `[B]`: node `path[b, accepted[b]]`, where
+    `path` (`i32[B, D]`) are the nodes from the newest token on and `accepted` (`i32[B]`) is the number of accepted
+    drafts."""
     node = jnp.take_along_axis(path, accepted[:, None], 1)
     return jnp.take_along_axis(x, node, 1)[:, 0]

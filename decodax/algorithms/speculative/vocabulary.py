@@ -53,8 +53,8 @@ class Merges:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int | None = None) -> Merges:
-        """Returns the merges of a `decodax.io.text.Tokenizer`. `size`: number of the model's logits; None: the
-        tokenizer's size."""
+        """Returns the merge rules of a `decodax.io.text.Tokenizer`, for a model with `size` logits (None: the
+        tokenizer's number of tokens); tokens beyond `size` are left out."""
         spelled = tokenizer.token_bytes()
         spelled = (spelled + [b""] * ((size or 0) - len(spelled)))[:size]
         names = {i: name for name, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
@@ -92,7 +92,8 @@ class Merges:
         return cls(spelled, ids, byte, pairs)
 
     def split(self, data: bytes) -> list[int]:
-        """Returns the tokens of the bytes of one segment; bytes without a token are left out."""
+        """Tokenizes one segment, such as a word: returns the token ids of its bytes. Bytes that no token spells are
+        left out."""
         symbols = [self.byte[b] for b in data]
         sizes = [1] * len(data)
         while True:
@@ -183,7 +184,8 @@ class ByteVocabulary(Struct):
         return self.starts.shape[0] - 1
 
     def lengths(self, tokens: Array) -> Array:
-        """Returns the number of bytes of tokens (at least 0), `i32[...]`; 0 for special tokens."""
+        """Returns the number of bytes of each token in `tokens` (`i32[...]`, ids of 0 or more): `i32[...]`, 0 for
+        special tokens."""
         return self.starts[tokens + 1] - self.starts[tokens]
 
     def split(self, data: Array, count: Array) -> tuple[Array, Array]:

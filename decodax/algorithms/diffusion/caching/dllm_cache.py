@@ -44,10 +44,10 @@ response."""
 
 @struct
 class ReusedNodes(Struct):
-    """A hint (`Window.hint`) for `Reusing`.
+    """A hint (`Window.hints`) for the model `Reusing`: which nodes may take their features from the cache.
 
     Attributes:
-        nodes: `bool[B, W]`, nodes whose features may be reused.
+        nodes: `bool[B, W]`, True for window positions whose attention and MLP outputs need not be computed.
     """
 
     nodes: Array
@@ -89,8 +89,8 @@ class FeatureCache(Wrapper):
                             attention=both(self.attention, entries.attention), mlp=both(self.mlp, entries.mlp))
 
     def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
-        """Returns the cached keys and values, `f[B, W, G, d]`, and outputs of attention and MLP, `f[B, W, D]`, at
-        `slots` (`i32[B, W]`)."""
+        """Returns what layer `layer` (from 0) has cached at `slots` (`i32[B, W]`): keys and values, `f[B, W, G, d]`
+        each, and outputs of attention and of the MLP, `f[B, W, D]` each."""
         entry = lambda x: jax.vmap(lambda row, at: row[:, at].swapaxes(0, 1))(x, slots)
         return (entry(self.base.keys(layer)), entry(self.base.values(layer)), take(self.attention[layer], slots),
                 take(self.mlp[layer], slots))

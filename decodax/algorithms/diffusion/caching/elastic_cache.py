@@ -43,10 +43,10 @@ from decodax.core.window import Window, take
 
 @struct
 class TextEnd(Struct):
-    """A hint (`Window.hint`) for `Tracking`.
+    """A hint (`Window.hints`) for the model `Tracking`: where each row's text ends.
 
     Attributes:
-        end: `i32[B]`, the end of the text; positions after it are not decided.
+        end: `i32[B]`, the position after the last token; attention to later positions is not tracked.
     """
 
     end: Array
@@ -138,7 +138,8 @@ def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> t
 
 
 class Held:
-    """A cache's `attend` for one window, which stores the queries that it was called with and their scale."""
+    """Calls a cache's `attend` for one window, and keeps the queries and the scale of the last call in its attributes
+    `queries` (`f[B, W, H, d]`) and `scale`."""
 
     queries: Array
     scale: float
@@ -320,8 +321,8 @@ class Drift(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class Leading(Whole):
-    """The whole text is one window, and the first `window` open positions may be unmasked. The decided positions before
-    the first open one are final."""
+    """Windows rule of Elastic-Cache: the whole text is one window, and only its first `window` undecided positions may
+    be unmasked. All decided positions before the first undecided one are final."""
 
     window: int = 16
 

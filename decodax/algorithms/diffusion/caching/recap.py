@@ -31,8 +31,8 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Determines which steps of a window are full: the first `lead` steps; of the following ones, the first and every
-    `every`-th after it."""
+    """ReCAP's schedule of full steps: the first `lead` steps of a window are full, and then every `every`-th, beginning
+    with step `lead` (counted from 0). The others are local."""
 
     every: int = 2
     lead: int = 0
@@ -42,13 +42,14 @@ class Turns:
             raise ValueError(f"every, lead: got {self.every}, {self.lead}, take 1 or more and 0 or more")
 
     def full(self, step: Array) -> Array:
-        """Returns the rows for which `step` (`i32[R]`) is a full step, `bool[R]`."""
+        """Returns whether step number `step` of each row's window (`i32[R]`, from 0) is a full one: `bool[R]`."""
         return (step < self.lead) | ((step - self.lead) % self.every == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class FullStepOrder(Score):
-    """Scores positions by their scores in the last full step. The memory is these scores, `f32[B, W]`.
+    """A score that is computed in full steps only: in local steps, positions keep the score of the last full step,
+    which is the rule's memory, `f32[B, W]`.
 
     Attributes:
         score: the score that is computed in full steps.

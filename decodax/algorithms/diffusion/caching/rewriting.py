@@ -16,7 +16,8 @@ from decodax.algorithms.diffusion.view import View
 
 
 class Rewriting(Caching):
-    """Base of caches to which every forward pass writes the entries that it computed."""
+    """Base class of caching rules by which every forward pass writes the keys and values of all positions that it
+    computes, also of those whose tokens may still change."""
 
     approximate = True
 
@@ -25,13 +26,14 @@ class Rewriting(Caching):
 
 
 def scattered(live: Array) -> Nodes:
-    """Returns the positions that are `live` (`bool[B, N]`) as nodes."""
+    """Returns `Nodes` with one node for each of the `N` positions of the text; those that are not `live` (`bool[B, N]`)
+    are padding."""
     positions = jnp.broadcast_to(jnp.arange(live.shape[1], dtype=jnp.int32), live.shape)
     return Nodes(positions=positions, live=live, own=jnp.ones(live.shape, bool))
 
 
 def with_left(these: Array, left: int) -> Array:
-    """Adds to the positions `these` (`bool[B, N]`) the `left` positions before each of them."""
+    """Returns the mask `these` (`bool[B, N]`) of positions, with the `left` positions before each of them added."""
     for _ in range(left):
         these = these | jnp.pad(these[:, 1:], ((0, 0), (0, 1)))
     return these

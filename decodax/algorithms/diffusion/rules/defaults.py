@@ -14,7 +14,7 @@ from decodax.algorithms.diffusion.view import Seen, View
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Shaper):
-    """Keeps the model's own distributions."""
+    """The default shaper: returns the model's logits unchanged."""
 
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
         return logits
@@ -22,7 +22,7 @@ class AsIs(Shaper):
 
 @dataclasses.dataclass(frozen=True)
 class Keep(Remask):
-    """Keeps unmasked tokens: never remasks."""
+    """The default remasking rule: never masks a decided token again."""
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         return after
@@ -30,7 +30,8 @@ class Keep(Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(Verify):
-    """Scores one canvas of each row, and takes one step in a forward pass."""
+    """The default verifier, without drafts: each forward pass scores one canvas of each row and takes one denoising
+    step."""
 
     taken = ((),)
 

@@ -31,10 +31,10 @@ from decodax.sampling.draw import draw
 
 @struct
 class Assistant(Struct):
-    """The state of the second model.
+    """State of the second, autoregressive model of a `Judged` rule.
 
     Attributes:
-        cache: its cache, with the entries of all final tokens but the last.
+        cache: its cache, with entries for all final tokens of each row except the last.
     """
 
     cache: Cache
@@ -63,8 +63,8 @@ class Judged(Sequential):
         object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
-        """Prefills the second model with the prompts, except for their last tokens. `slots` is the capacity of its
-        cache."""
+        """Returns the second model's state after it has processed the prompts, except for their last tokens. `slots` is
+        the capacity of its cache; its weights are `params.draft`."""
         if params.draft is None:
             raise ValueError(f"params: {type(self).__name__} needs its model's weights in Params.draft")
         cache = self.model.init_cache(s.batch, slots, params=params.draft)

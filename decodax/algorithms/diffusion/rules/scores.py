@@ -35,7 +35,8 @@ class Confidence(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Margin(Score):
-    """Scores a position by the difference of the two largest probabilities (Dream's "topk_margin")."""
+    """Scores a position by the largest probability of a token there minus the second largest (Dream's
+    "topk_margin")."""
 
     of: Of = "model"
 
@@ -45,7 +46,8 @@ class Margin(Score):
 
 @dataclasses.dataclass(frozen=True)
 class NegEntropy(Score):
-    """Scores a position by minus its entropy in nats (Dream's "entropy")."""
+    """Scores a position by minus the entropy of its distribution, in nats, so that certain positions come first
+    (Dream's "entropy")."""
 
     of: Of = "model"
 
@@ -55,8 +57,8 @@ class NegEntropy(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Score):
-    """Scores a position by a uniform random number, drawn again in each step, or with `once` one time for the whole
-    text."""
+    """Scores a position by a uniform random number, so that positions are unmasked in random order. `once=False`: it is
+    drawn again in each step; True: once for the whole text."""
 
     once: bool = False
 
@@ -67,7 +69,7 @@ class Random(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Position(Score):
-    """Scores a position by minus its number, so that positions are unmasked from left to right."""
+    """Scores a position by minus its index, so that positions are unmasked from left to right."""
 
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
         return -view.positions.astype(jnp.float32)

@@ -16,7 +16,7 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class Past(Struct):
-    """Amounts for some tokens of each position.
+    """For each position of the window, up to `n` tokens with an amount to be added to their logits.
 
     Attributes:
         ids: `i32[B, W, n]`, token ids.
@@ -28,14 +28,15 @@ class Past(Struct):
 
     @classmethod
     def empty(cls, view: View, n: int) -> Past:
+        """Returns amounts 0 for `n` tokens (id 0) of each position of the windows `view`."""
         shape = (*view.positions.shape, n)
         return cls(ids=jnp.zeros(shape, jnp.int32), amount=jnp.zeros(shape, jnp.float32))
 
     def unless(self, gone: Array) -> Past:
-        """Returns a copy with all amounts 0 in the rows `gone` (`bool[B]`)."""
+        """Returns a copy in which the rows `gone` (`bool[B]`) are empty: all their token ids and amounts are 0."""
         keep = ~gone[:, None, None]
         return Past(jnp.where(keep, self.ids, 0), jnp.where(keep, self.amount, 0))
 
     def onto(self, x: Array) -> Array:
-        """Returns `x` (`f32[B, W, V]`) with the amounts added to their tokens."""
+        """Returns `x` (`f32[B, W, V]`, such as logits) with each stored amount added at its token."""
         return jax.vmap(jax.vmap(lambda row, at, new: row.at[at].add(new)))(x, self.ids, self.amount)

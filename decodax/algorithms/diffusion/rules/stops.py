@@ -12,14 +12,16 @@ from decodax.algorithms.diffusion.view import Seen, View
 
 
 def ends(view: View, tokens: Array) -> Array:
-    """Returns `bool[R, W]`: True where `tokens` (`i32[R, W]`) would end the text at their positions."""
+    """Returns whether each of `tokens` (`i32[R, W]`) would end the text at its position in the window: `bool[R, W]`. It
+    has to be an end token, at an editable position, after the minimum number of new tokens."""
     eos = (tokens[:, :, None] == view.eos[:, None, :]).any(-1) & (tokens >= 0)
     return eos & view.editable & view.inside & (view.positions - view.prompt_length[:, None] >= view.min_new[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
 class EndOfText(Stop):
-    """Ends the text after the first end of sequence without open positions before it. The rest is dropped."""
+    """Stop rule that ends the text after the first end-of-sequence token, as soon as no undecided position is before
+    it. The tokens after it are dropped."""
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
         clean = jnp.cumprod(~after.open | ~after.inside, 1).astype(bool)
@@ -53,14 +55,15 @@ class FirstEnd(Stop):
 
 
 def behind(view: View, hit: Array) -> Array:
-    """Returns the end of the text if it ends after the first position of `hit` (`bool[R, W]`), `i32[R]`; unchanged if
-    there is none."""
+    """Returns the end of a text that is cut after its first marked token: the absolute position after the first True of
+    `hit` (`bool[R, W]`), or the old end in rows without one; `i32[R]`."""
     return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps(Stepped, Stop):
-    """Allows a window at most `steps` steps: the last one unmasks all open positions; `likeliest` as in `Stop`."""
+    """Stop rule that allows at most `steps` denoising steps for each window: the last of them unmasks all positions
+    that are still undecided, with the likeliest tokens if `likeliest`, else with the drawn candidates."""
 
     steps: int
     likeliest: bool = False

@@ -34,13 +34,14 @@ def reaches(seen: Seen, of: Of, measure: Measure, value: float, strict: bool = F
 
 
 def best(score: Array, among: Array, count: Array) -> Array:
-    """Returns a mask of the `count` (`i32[R]`) positions in `among` with the best scores, `bool[R, W]`."""
+    """Returns a mask of the best positions, `bool[R, W]`: of the positions `among` (`bool[R, W]`), the `count`
+    (`i32[R]`) with the largest `score` (`f32[R, W]`)."""
     return among & (rank(score, among) < count[:, None])
 
 
 def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
-    """Returns the times at which step `step` of `steps` begins and ends, `f32[R]` each. Time falls evenly from 1 to
-    `eps`."""
+    """Returns the diffusion times before and after step number `step` (`i32[R]`, from 0) of `steps`, `f32[R]` each.
+    Time falls linearly from 1 before the first step to `eps` after the last."""
     at = lambda i: 1 - (1 - eps) * jnp.minimum(i, steps).astype(jnp.float32) / steps
     return at(step), at(step + 1)
 
@@ -74,7 +75,8 @@ class Quota(Stepped, Unmask):
         return self.schedule == "time" and self.steps is not None
 
     def count(self, view: View) -> Array:
-        """Returns the number of positions to unmask in this step, `i32[R]`."""
+        """Returns the number of positions that the schedule unmasks in the step about to be taken, `i32[R]`; 1 if
+        `steps` is None."""
         if self.steps is None:
             return jnp.ones_like(view.step)
         left = view.masked.sum(1, dtype=jnp.int32)
@@ -95,8 +97,8 @@ class Quota(Stepped, Unmask):
 
 
 def remaining(view: View, steps: int) -> Array:
-    """Returns the number of positions that MaskGIT's cosine schedule leaves open after this step, `i32[R]`; at least
-    one before the last step."""
+    """Returns the number of undecided positions that MaskGIT's cosine schedule leaves in the window after the current
+    step of `steps`, `i32[R]`: 0 after the last step, at least 1 before."""
     ratio = (view.step + 1).astype(jnp.float32) / steps
     left = jnp.maximum(jnp.floor(view.opened * jnp.cos(jnp.pi / 2 * ratio)).astype(jnp.int32), 1)
     return jnp.where(view.step + 1 >= steps, 0, left)
@@ -133,7 +135,7 @@ class Threshold(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class All(Unmask):
-    """Unmasks all candidates."""
+    """Unmasks all undecided positions of the window in one step, each with its candidate."""
 
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
         return view.active
@@ -141,8 +143,8 @@ class All(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast(Unmask):
-    """Unmasks the candidates of `rule` if their number is at least the step's quota, else those of the quota (SDAR's
-    dynamic rule, LLaDA 2)."""
+    """Unmasks the positions that `rule` chooses, if they are at least as many as those of the step's `quota`; otherwise
+    the positions of the quota, with the best scores (SDAR's dynamic rule, LLaDA 2)."""
 
     rule: Any
     quota: Quota = Quota()
@@ -196,24 +198,25 @@ class BlockQuota(Stepped, Unmask):
 
 
 def number(view: View, block: int) -> Array:
-    """Returns the number of the block, within the window, of each position, `i32[R, W]`."""
+    """Returns the index of the block to which each window position belongs, `i32[R, W]`; the window's first block, of
+    `block` positions, is 0."""
     return (view.positions - view.start[:, None]) // block
 
 
 def current(view: View, block: int) -> Array:
-    """Returns the number of the first block with open positions, `i32[R]`; if there is none, a number larger than that
-    of any block."""
+    """Returns the index within the window of the first block that has undecided positions, `i32[R]`; the window's
+    width, which is larger than any index, if there is none."""
     return jnp.where(view.masked, number(view, block), view.positions.shape[1]).min(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Anchored(Unmask):
-    """In a window's first step, unmasks only the window's first position, whatever its confidence; afterwards, the
-    candidates of `rule`.
+    """In a window's first step, unmasks only the window's first position, whatever its confidence; in later steps, what
+    the unmasking rule `rule` chooses.
 
-    This is Fast-dLLM's code for Dream, where the cached forward passes of a block do not include the position that
-    predicts its first one, and Fast-dLLM v2, where the forward pass that finishes a block predicts the first token of
-    the next.
+    Fast-dLLM's code for Dream needs this, since its cached forward passes do not compute the position before a block,
+    whose logits predict the block's first token. So does Fast-dLLM v2, where that token is predicted by the forward
+    pass that finishes the block before.
     """
 
     rule: Any

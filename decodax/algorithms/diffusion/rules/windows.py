@@ -74,8 +74,8 @@ class Blocks(Windows):
 
 @dataclasses.dataclass(frozen=True)
 class Sliding(Windows):
-    """A sliding window: the `size` positions after the last final one. A position is final once there is no open
-    position up to it (SDLM)."""
+    """A sliding window: always the `size` positions after the last final one. A position is final once no position up
+    to and including it is undecided (SDLM)."""
 
     size: int = 8
     align = None

@@ -76,12 +76,13 @@ class Gaps(Struct):
     record: Record | None
 
     def at(self, index: Array) -> tuple[Array, Array]:
-        """Returns the positions of gaps, `i32[B, n]`, given by their numbers from 0, and True for those that exist."""
+        """Returns the absolute positions of gaps, `i32[B, n]`, and whether these exist, `bool[B, n]`. `index` (`i32[B,
+        n]`) are their numbers in the order of decoding, from 0."""
         return take(self.order, jnp.clip(index, 0, self.order.shape[1] - 1)), index < self.count[:, None]
 
     @property
     def known(self) -> Array:
-        """True for tokens of the text that are not open, `bool[B, N]`."""
+        """Positions of the text that have a token, given or decoded: `bool[B, N]`."""
         return ~self.open & (jnp.arange(self.tokens.shape[1]) < self.end[:, None])
 
 
@@ -103,17 +104,19 @@ class AnySubset(BudgetSized, Varies, GuidesItself, FillsCanvas):
 
     @property
     def drafts(self) -> int:
-        """Number of drafts that a pass verifies, `D`."""
+        """Number of drafted tokens that one forward pass verifies: `k`, or `k - 1` with drafts of the model itself."""
         return self.k - 1 if self.draft == "model" else self.k
 
     @property
     def ahead(self) -> int:
-        """Number of gaps that a pass asks for after the drafts: the next token, and drafts of the model."""
+        """Number of gaps after the drafts for which a forward pass computes logits: 1 for the next token, and with
+        drafts of the model itself `k - 1` more, from which the next drafts are drawn."""
         return self.k if self.draft == "model" else 1
 
     @property
     def width(self) -> int:
-        """Largest number of tokens that a round emits. Given tokens after a gap are emitted with it."""
+        """Largest number of tokens that a round emits: one more than the number of drafts; in infilling also the given
+        tokens after a gap, which are emitted with it."""
         least = self.drafts + 1
         return max(least, self.size or 1) if self.adapter.canvas.given else least
 

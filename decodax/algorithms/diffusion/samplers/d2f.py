@@ -59,12 +59,13 @@ class BlockPipeline(Blocks):
         return self.block
 
     def count(self, positions: Array) -> Array:
-        """Returns the number of the given positions (`bool[R, W]`) in each block, `i32[R, most]`."""
+        """Returns how many of the positions marked in `positions` (`bool[R, W]`) are in each block of the window:
+        `i32[R, most]`."""
         return positions.reshape(-1, self.most, self.block).sum(2, dtype=jnp.int32)
 
     def decided(self, view: View, share: float) -> Array:
-        """Returns the blocks for which at least `share` of the block before is decided, `bool[R, most]`; True for the
-        first block."""
+        """Returns for each block of the window whether at least the share `share` (from 0 to 1) of the block before it
+        is decided, `bool[R, most]`; True for the first block."""
         all_ = self.count(view.editable & view.inside)
         done = (all_ - self.count(view.masked)) / jnp.maximum(all_, 1) >= jnp.float32(share)
         return jnp.pad((done | (all_ == 0))[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -111,7 +112,13 @@ class Pipelined(Unmask):
 
 
 def pipeline(adapter: Adapter, block_length: int | None, add: float, full: float, most: int) -> BlockPipeline:
-    """Returns the pipeline of blocks for a model. For the arguments see `BlockPipeline` and `blocks`."""
+    """Returns the windows rule of D2F for a model.
+
+    Args:
+        adapter: describes the model.
+        block_length: number of positions of a block; None: the model's, or 32.
+        add, full, most: see `BlockPipeline`.
+    """
     windows, _ = blocks(adapter, block_length)
     return BlockPipeline(windows.block, windows.aligned, add, full, most)
 

@@ -45,11 +45,11 @@ class WithBest(Unmask):
 
 @struct
 class Lag(Struct):
-    """Memory of `Delayed`.
+    """Memory of the caching rule `Delayed`.
 
     Attributes:
-        begins: `i32[B, delay]`, start of the window in the last steps, oldest first.
-        cached: `i32[B]`; the cache has the positions before this one.
+        begins: `i32[B, delay]`, start of the window in each of the last `delay` steps, oldest first.
+        cached: `i32[B]`; all positions before this one have an entry in the cache.
     """
 
     begins: Array

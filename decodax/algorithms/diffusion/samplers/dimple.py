@@ -48,7 +48,8 @@ class Confident(Stepped, Unmask):
         return jnp.maximum(view.opened, 1) if self.steps is None else jnp.full_like(view.opened, self.steps)
 
     def count(self, view: View) -> Array:
-        """Returns the number of positions given by the schedule, `i32[R]`."""
+        """Returns the number of positions that the noise schedule unmasks in this step, `i32[R]`; it is used where no
+        candidate is above the threshold."""
         steps, left = self._steps(view)[:, None], view.masked.sum(1, dtype=jnp.int32)[:, None]
         step = jnp.arange(max(self.steps or 0, view.positions.shape[1]) + 1, dtype=jnp.int32)
         time = 1 - (1 - self.eps) * step.astype(jnp.float32) / steps                        # s

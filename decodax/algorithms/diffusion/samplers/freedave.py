@@ -51,8 +51,11 @@ def walk(agree: Array) -> Array:
 
 
 def compare(drafts: View, results: View, loose: bool) -> Array:
-    """Returns `bool[B, K, K]`: True if draft `j` equals the result of draft `i`, and the latter has open positions.
-    With `loose`, draft `j` may leave more positions open."""
+    """Compares the `K` drafts of a row with the results of one step from each of them. Returns `bool[B, K, K]`: entry
+    `[b, i, j]` is True if draft `j` equals the result of draft `i`, and that result has undecided positions.
+
+    With `loose`, draft `j` may have further undecided positions where the result has tokens.
+    """
     pair = lambda a, b: (a[:, None] == b[:, :, None])
     tokens, open = pair(drafts.tokens, results.tokens), pair(drafts.open, results.open)
     same = (tokens & open) | drafts.open[:, None] if loose else tokens & open
@@ -61,8 +64,14 @@ def compare(drafts: View, results: View, loose: bool) -> Array:
 
 
 def exact_path(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> Array:
-    """Returns `Verify.path` for the rule that a draft is accepted if it equals the result of an accepted one and is one
-    step further. `steps` is `Verify.taken`."""
+    """Returns which drafts are accepted, `bool[B, K]`: draft 0, and each draft that equals the result of an accepted
+    one and has taken exactly one step more.
+
+    Args:
+        steps: the steps that each draft has taken in advance, `Verify.taken`.
+        drafts: the `K` canvases of each row, with axes `[B, K, ...]`.
+        results: each of them after one more denoising step.
+    """
     taken = np.array([len(own) for own in steps])
     return walk(compare(drafts, results, loose=False) & (taken == taken[:, None] + 1))
 

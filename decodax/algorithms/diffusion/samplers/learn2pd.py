@@ -79,7 +79,7 @@ class Filter:
 
     @property
     def block(self) -> int:
-        """Number of positions of a block, `n`."""
+        """Number `n` of positions of a block, the width of the network's input and output."""
         return self.hidden.shape[0]
 
     def __call__(self, confidence: Array) -> Array:
@@ -121,7 +121,8 @@ class Learned(Stepped, Unmask):
         return self.quota.learn(before, seen, after, memory)
 
     def accepts(self, view: View, seen: Seen) -> Array:
-        """Returns the positions of the current block whose candidates the filter accepts, `bool[R, W]`."""
+        """Returns the positions, of the first block with undecided ones, whose candidates the filter network accepts
+        with a probability above `threshold`: `bool[R, W]`."""
         n, W = self.filter.block, view.positions.shape[1]
         block = current(view, n)[:, None]
         place = block * n + jnp.arange(n, dtype=jnp.int32)
@@ -157,9 +158,10 @@ class PredictedEnd(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class ClosingToken(Keep):
-    """Puts an end of sequence into the last position of a text that was cut, in place of the candidate.
+    """Remasking rule for texts that were cut at a predicted end: the last position of such a text gets an
+    end-of-sequence token in place of its candidate.
 
-    The memory is the initial end of the text, `i32[B]`.
+    The rule's memory is the end of each row's text before any cut, `i32[B]`.
     """
 
     def init(self, view: View) -> Memory:

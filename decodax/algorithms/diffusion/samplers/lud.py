@@ -24,8 +24,8 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Placeholders(Adapter):
-    """Adapter of an autoregressive model, whose open positions have an ordinary token of it, `mask`. That token, which
-    often also ends texts, may occur in the text."""
+    """Adapter of an autoregressive model that predicts tokens at placeholders: undecided positions have the ordinary
+    token `mask`. Unlike a mask token it may occur in the text, and often it also ends texts, so its logit is kept."""
 
     shift: bool = True
     attention: CausalPrefix = CausalPrefix(ordered=True)

@@ -54,7 +54,8 @@ class ReMDM(Stepped, Remask):
             raise ValueError(f"held: got {self.held}, takes more than 0 up to 1 / (1 + eta)")
 
     def shares(self, view: View) -> tuple[Array, Array]:
-        """Returns the share of positions that are masked at the beginning and at the end of a step, `f32[R]` each."""
+        """Returns the shares of positions that the schedule has masked before and after the current step, `f32[R]`
+        each, from 0 to 1."""
         t, s = time(view.step, self.steps, self.eps)
         if self.kind != "loop":
             return t, s
@@ -67,7 +68,8 @@ class ReMDM(Stepped, Remask):
         return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
 
     def scale(self, view: View) -> Array:
-        """Returns sigma for `Coins`, `f32[R]`."""
+        """Returns the probability sigma with which a decided token is remasked in this step, `f32[R]`, as `Coins` needs
+        it; 0 for the kind "conf", where it differs between tokens."""
         if self.kind == "conf":
             return jnp.zeros(view.start.shape)
         if self.kind == "loop":

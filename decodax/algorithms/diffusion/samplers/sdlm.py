@@ -46,7 +46,11 @@ class ConfidentPrefix(Unmask):
     open position is always unmasked.
 
     Attributes:
-        value, measure, of, strict: the threshold and its measure, see `reaches`.
+        value: the threshold.
+        measure: what is compared with it: "confidence" (probability of the candidate), "margin" (of the two largest
+            probabilities) or "entropy" (in nats, which must be below it).
+        of: "model" or "policy": the distribution that is measured, before or after the sampling policy.
+        strict: True if a measure equal to the threshold is not enough.
     """
 
     value: float = 0.9
@@ -97,7 +101,7 @@ class MaskBlocks(PromptTokens):
 
     @property
     def size(self) -> int:
-        """Number of nodes of a block: the copy and the masks."""
+        """Number of window positions for the drafts after one token: a copy of the token, and the masks after it."""
         return self.head.heads + 1
 
     def through(self, model: Any) -> Any:

@@ -41,7 +41,7 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class Nothing(Draft):
-    """A draft with no tokens: the round is plain decoding."""
+    """A draft that proposes no tokens, so that the round is one step of plain decoding."""
 
     length: ClassVar[int] = 0
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
@@ -55,8 +55,8 @@ NOTHING = Speculative(Nothing())
 
 
 def chains(draft: Any, lengths: tuple[int, ...]) -> tuple[Speculative, ...]:
-    """Returns an arm for each length: chains of a draft model from `decodax.load`, or of prompt lookup if `draft` is
-    None; `NOTHING` for length 0."""
+    """Returns one `Speculative` algorithm (arm) for each draft length in `lengths`. The drafts are chains of the draft
+    model `draft`, a result of `decodax.load`, or of prompt lookup if it is None; length 0 is plain decoding."""
     source = PromptLookup(max(lengths)) if draft is None else DraftModel(draft)
     return tuple(NOTHING if k == 0 else Speculative(source, shape=Chain(k)) for k in lengths)
 
@@ -117,7 +117,8 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     @functools.cached_property
     def drafts(self) -> tuple[Any, ...]:
-        """The distinct drafts; each has a state."""
+        """The different drafts of all arms, in the order of their first arm. Arms with equal drafts share one, and its
+        state."""
         return tuple(dict.fromkeys(arm.draft for arm in self.arms))
 
     @property
@@ -126,19 +127,21 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     @property
     def variants(self) -> tuple[_Arm, ...]:
-        """The algorithms that the core runs, one for each arm. If drafts are told of rounds later, the last one is a
-        round without drafts that tells them."""
+        """The algorithms of which the core runs one in each round: one for each arm, and, if some drafts defer reading
+        (see `deferred`), a last one that is plain decoding after which these drafts read what they have missed."""
         last = (_Arm(self, self.arms.index(NOTHING), tells=True),) if self.deferred else ()
         return (*(_Arm(self, i) for i in range(len(self.arms))), *last)
 
     @functools.cached_property
     def deferred(self) -> tuple[int, ...]:
-        """Indices of the drafts that are told later of rounds of `NOTHING`."""
+        """Indices, in `drafts`, of the drafts that do not read the target's output in each round of plain decoding but
+        later, several rounds at once (`Drafter.defers`). Empty if no arm is plain decoding."""
         return () if NOTHING not in self.arms else tuple(i for i, draft in enumerate(self.drafts) if draft.defers)
 
     @functools.cached_property
     def known(self) -> Arms:
-        """The description of the arms for the controller."""
+        """Description of the arms for the controller: lengths, which arms share a draft, and which are also compared
+        for free."""
         free = {self.arms[i].draft for i in self.free}
         return Arms(lengths=tuple(arm.traits.emits - 1 for arm in self.arms),
                     families=tuple(self.drafts.index(arm.draft) for arm in self.arms),
@@ -180,13 +183,14 @@ class Adaptive(LearnsFromPrompt, Varies):
         return None if all(observer(arm) is None for arm in self.arms) else self
 
     def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """Returns the state of all arms after a prefill chunk."""
+        """Returns the state of the algorithm after all drafts have read a prefill chunk of the prompts."""
         return algo[0], self._tell(params, s, window, out, None, algo[1]), *algo[2:]
 
     @functools.cached_property
     def free(self) -> tuple[int, ...]:
-        """Indices of the arms whose drafts are also compared in rounds of `NOTHING`: for each draft with `free` its
-        longest arm."""
+        """Indices of the arms whose drafts are also made in rounds of plain decoding and compared with its tokens,
+        since they cost no model (`Drafter.free`): of each such draft the longest arm. Empty if the controller does not
+        use the comparison."""
         if NOTHING not in self.arms or not self.controller.notes:
             return ()
         longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].traits.emits)

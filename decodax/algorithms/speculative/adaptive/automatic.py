@@ -42,7 +42,7 @@ class Rates(Struct):
 
     @property
     def common(self) -> Array:
-        """`i32[4]`, the clocks of the batch."""
+        """The values of `clocks` that hold for the whole batch, `i32[4]`, taken from the row with the most updates."""
         return of_batch(self.clocks, self.clocks[:, 3])
 
 
@@ -143,7 +143,8 @@ class Automatic(Controller):
         return state.replace(clocks=for_rows(jnp.stack(common), len(seen.running)))
 
     def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
-        """Returns the state after an observation of an arm's drafts, which counts for all arms with the same draft."""
+        """Returns the state after drafts of arm `seen.arm` were compared with the target's tokens. Their acceptance
+        counts for all arms with the same draft."""
         family = np.array(of.families)
         same = (family == family[seen.arm])[:, None] & seen.tried[:, None, :]
         fade = jnp.where(same, jnp.exp(-1 / self.memory), 1.0)

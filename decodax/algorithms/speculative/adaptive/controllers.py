@@ -60,10 +60,11 @@ class RoundOutcome(Struct):
 
 
 class Controller(abc.ABC):
-    """A rule that chooses arms: derive a frozen dataclass from this, static under jit.
+    """Base class of the rules by which `Adaptive` chooses an arm, that is, one of several speculative methods, for each
+    round. Derive a frozen dataclass, static under jit.
 
     Attributes:
-        notes: True if `note` has to be called for drafts that were compared without a forward pass.
+        notes: True if `note` has to be called when drafts were compared with plain decoding without a forward pass.
     """
 
     notes: ClassVar[bool] = False
@@ -83,25 +84,31 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, of: Arms, state: Any, s: State) -> Array:
-        """Returns the index of the next arm, `i32[]`."""
+        """Returns the index of the arm for the next round, `i32[]`, from the description `of` of the arms, the
+        controller's `state` and the decoding state `s`."""
 
     @abc.abstractmethod
     def update(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
-        """Returns the state after a round with the result `seen`."""
+        """Returns the controller's state after a round; `seen` has the round's arm and the numbers of decided tokens
+        and accepted drafts of each row."""
 
     def note(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
-        """Returns the state after drafts were compared with plain decoding without a forward pass; `seen` has the
-        result."""
+        """Returns the controller's state after drafts that no forward pass has verified were compared with the tokens
+        of plain decoding; `seen` has the result. By default nothing is learned."""
         return state
 
 
 def for_rows(state: T, batch: int) -> T:
-    """Repeats state that is common to the batch for each of `batch` rows."""
+    """Returns the pytree `state`, which is common to the batch, with a leading axis of `batch` equal rows on each
+    leaf."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
 
 
 def of_batch(state: T, round: Array) -> T:
-    """Returns the common state of a batch from its copies in each row: that of the row with the largest `round`
-    (`i32[B]`), the number of updates. A new row has had no update, and an update renews the copies of all rows, so the
-    state of the batch lasts as long as any of its rows."""
+    """Returns the state that is common to the batch from `state`, a pytree of copies in each row (leaves `[B, ...]`):
+    the copy of the row with the largest number of updates, `round` (`i32[B]`).
+
+    Rows can be replaced at any time. A new row has had no update, and an update renews the copies of all rows, so the
+    common state is kept as long as any of its rows is.
+    """
     return jax.tree.map(lambda x: x[jnp.argmax(round)], state)

@@ -56,7 +56,7 @@ def fit_lengths(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, gamma:
 
 
 def embeddings(lm: Any) -> Array:
-    """Returns the target's embedding of each token, `f32[V, D]`."""
+    """Returns the target's input embedding of each token, `f32[V, D]`. `lm` is a result of `decodax.load`."""
     if not isinstance(lm.model, LayeredModel):
         raise ValueError(f"lm: got {type(lm.model).__name__}, takes a model whose layers run one by one")
     tokens = jnp.arange(lm.vocab_size, dtype=jnp.int32)[:, None]
@@ -91,7 +91,17 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], gamma: int, 
 
 def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: Array, epochs: int, rate: float,
               seed: int) -> dict[str, Array]:
-    """Trains the classifier on the examples and returns its weights."""
+    """Trains the classifier of draft lengths (`Lengths`) with Adam and returns its weights.
+
+    Args:
+        seen: `f32[n, F]`, the target's features of each example.
+        token: `i32[n]`, the token before the drafts.
+        kind: `i32[n]`, the class: 0 if no draft was accepted, 1 if a part, 2 if all.
+        embedding: `f32[V, D]`, the target's embeddings.
+        epochs: number of steps, each over all examples.
+        rate: learning rate.
+        seed: random seed.
+    """
     x, tokens, kinds = jnp.asarray(seen), jnp.asarray(token, jnp.int32), jnp.asarray(kind, jnp.int32)
     norm = dict(mean=x.mean(0), scale=x.std(0) + 1e-3)
     table = lambda w: {**{k: v for k, v in w.items() if k != "embed"}, **norm, "table": embedding @ w["embed"]}
@@ -104,8 +114,14 @@ def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: 
 
 
 def minimized(loss: Callable[[Any, Array], Array], start: Any, steps: int, rate: float) -> Any:
-    """Returns the weights after `steps` steps of Adam from `start`, a pytree. `loss` maps weights and the index of the
-    step to `f32[]`. Needs optax."""
+    """Minimizes a loss with Adam and returns the weights.
+
+    Args:
+        loss: maps weights and the index of the step, `i32[]`, to the loss, `f32[]`.
+        start: the initial weights, a pytree.
+        steps: number of steps.
+        rate: learning rate.
+    """
     import optax  # only for those who train
 
     adam = optax.adam(rate)
@@ -119,7 +135,8 @@ def minimized(loss: Callable[[Any, Array], Array], start: Any, steps: int, rate:
 
 
 def start(features: int, embedding: Array, key: Array) -> dict[str, Array]:
-    """Returns initial weights, with a projection of the embeddings (`f32[V, D]`) in place of the table."""
+    """Returns random initial weights of the classifier of draft lengths, for `features` input features and the target's
+    token embeddings `embedding` (`f32[V, D]`), of which a projection is learned ("embed")."""
     sizes = dict(hidden=(features, WIDTHS[0]), embed=(embedding.shape[1], WIDTHS[0]), second=WIDTHS,
                  third=(WIDTHS[1], 3))
     fan = dict(hidden=features + embedding.shape[1], embed=features + embedding.shape[1], second=WIDTHS[0],

@@ -80,8 +80,8 @@ def fit_acceptance_head(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *
 
 def acceptance_examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], mixed: float, temperature: float,
                         max_new_tokens: int, seed: int = 0) -> tuple[Array, Array]:
-    """Returns the draft model's hidden states at its own tokens, `f32[n, D]`, and the probability that the target
-    accepts these, `f32[n]`."""
+    """Returns training examples for a head that predicts acceptance: the draft model's hidden states at the tokens that
+    it drafts, `f32[n, D]`, and the probability with which the target accepts each of them, `f32[n]`."""
     texts = continued(lm, Speculative(DraftModel(draft), SeedExact(), Chain(1)), samples, max_new_tokens, seed,
                       temperature=temperature)
     source = DraftModel(draft).for_vocabulary(lm.vocab_size)
@@ -158,8 +158,9 @@ def fit_draft_length(lm: Any, source: Source, samples: Sequence[Sequence[int]], 
 
 def length_examples(lm: Any, source: Source, samples: Sequence[Sequence[int]], length: int, verify: Verifier | None,
                     max_new_tokens: int, seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each round of decoding the samples the target's hidden state before it, `f32[n, D]`, and the number
-    of accepted drafts, `i32[n]`."""
+    """Continues prompts by speculative decoding and returns an example for each round: the target's hidden state before
+    it, `f32[n, D]`, and the number of accepted drafts, `i32[n]`. `samples` are the prompts' token ids, `length` is the
+    number of drafts."""
     one = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     width = jax.eval_shape(lambda w: lm.model.apply(w, one, lm.model.init_cache(1, 0)).hidden, lm.params).shape[-1]
     # the predictions are not used: the chain has a fixed length

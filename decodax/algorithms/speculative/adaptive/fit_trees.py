@@ -25,7 +25,8 @@ from decodax.sampling import build
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Around):
-    """The algorithm `of`, with a count of acceptances of each draft position, `i32[B, N]`, beside its state."""
+    """Wraps the speculative method `of` and counts acceptances: its state is a pair of the method's state and `i32[B,
+    N]`, how often each of the `N` nodes of the draft tree has been accepted in each row."""
 
     of: Speculative
 
@@ -53,17 +54,17 @@ class Counted(Around):
         return None if observer(self.of) is None else self
 
     def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """Returns the state after a prefill chunk; the counts do not change."""
+        """Returns the state after a prefill chunk, which the wrapped method's draft reads; the counts do not change."""
         own = observer(self.of)
         assert own is not None
         return own.observe(params, s, window, out, algo[0]), algo[1]
 
 
 def tree_of(algorithm: Speculative) -> Fixed:
-    """Returns the fixed tree that an algorithm drafts.
+    """Returns the draft tree of a speculative method, as a `Fixed`.
 
     Raises:
-        ValueError: its trees are not fixed.
+        ValueError: its tree is not the same in each round.
     """
     tree = algorithm.drafter.form
     if not isinstance(tree, Fixed):
@@ -105,7 +106,8 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
 
 def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
               **sampling: Any) -> State:
-    """Continues samples (token ids) with an algorithm in one batch, and returns the state.
+    """Continues prompts (`samples`, lists of token ids) with the method `algorithm` in one batch, and returns the final
+    decoding state.
 
     Raises:
         ValueError: no samples or an empty one, or `max_new_tokens` is below 1.

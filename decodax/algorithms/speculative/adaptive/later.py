@@ -28,13 +28,14 @@ MOST = 32
 
 @struct
 class Untold(Struct):
-    """The target's hidden states at the last tokens of each row that some drafts have not read yet.
+    """A buffer of the target's hidden states at the last tokens of each row, up to `MOST` of them, that some drafts
+    have not read yet (because the rounds were plain decoding).
 
     Attributes:
-        read: for each of the drafts, `f[B, MOST, D]`, hidden states and those of layers side by side, as in
-            `Drafter.unread`. That of position `p` is at `p % MOST`.
-        start: `i32[B]`, position of the first token.
-        count: `i32[B]`, number of tokens.
+        read: for each of these drafts, `f[B, MOST, D]`, hidden states and outputs of layers concatenated, as
+            `Drafter.unread` describes. That of the token at position `p` is at index `p % MOST`.
+        start: `i32[B]`, position of the first stored token.
+        count: `i32[B]`, number of stored tokens.
     """
 
     read: tuple[Array, ...]
@@ -43,7 +44,8 @@ class Untold(Struct):
 
 
 def nothing_untold(forms: tuple[Any, ...], batch: int) -> Untold:
-    """Returns an empty buffer for drafts with the given results of `Drafter.unread`."""
+    """Returns an empty buffer. `forms` has, for each draft that reads it later, the arrays that `Drafter.unread`
+    returned; `batch` is the number of rows."""
     one = lambda form: jnp.concatenate(jax.tree.leaves(form), -1)
     return Untold(read=tuple(jnp.repeat(one(form), MOST, 1) for form in forms), start=jnp.zeros(batch, jnp.int32),
                   count=jnp.zeros(batch, jnp.int32))

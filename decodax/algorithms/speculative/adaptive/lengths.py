@@ -40,11 +40,13 @@ class Lengths:
         return dataclasses.replace(self, weights=None)
 
     def features(self, weights: Any) -> int:
-        """Returns the number of features from the target's layers."""
+        """Returns the number `F` of features that the classifier with the given weights reads from the target's
+        layers."""
         return weights["hidden"].shape[0]
 
     def read(self, out: Out, node: Array) -> Array:
-        """Returns the features `f32[B, F]` of the target's output at window nodes `node` (`i32[B]`).
+        """Returns the classifier's features: the outputs of the target's last `layers` layers at the window positions
+        `node` (`i32[B]`), concatenated, `f32[B, F]`.
 
         Raises:
             ValueError: the target does not return the outputs of its layers, or has too few layers.
@@ -56,14 +58,20 @@ class Lengths:
             jnp.float32)
 
     def classify(self, weights: Any, seen: Array, token: Array) -> Array:
-        """Returns the predicted class of the draft after `token` (`i32[B]`), `i32[B]`: 0 for nothing accepted, 1 for a
-        part, 2 for all. `seen` has the features."""
+        """Predicts how many of the drafts after `token` (`i32[B]`) are accepted, from the features `seen` (`f32[B, F]`)
+        of the target. Returns `i32[B]`: 0 for none, 1 for a part, 2 for all."""
         return jnp.argmax(scores(weights, seen, token), -1).astype(jnp.int32)
 
 
 def scores(weights: Any, seen: Array, token: Array, key: Array | None = None) -> Array:
-    """Returns the logits of the classes, `f32[B, 3]`, from the features `seen` and the token. With a random key,
-    dropout is applied as in training."""
+    """Returns the classifier's logits of its three classes (none, a part or all of the drafts accepted), `f32[B, 3]`.
+
+    Args:
+        weights: its weights.
+        seen: `f32[B, F]`, features of the target.
+        token: `i32[B]`, the token before the drafts.
+        key: random key for dropout, as in training; None: no dropout.
+    """
     x = (seen - weights["mean"]) / weights["scale"] @ weights["hidden"] + weights["table"][token] + weights["first"]
     for i, (kernel, bias) in enumerate((("second", "second_bias"), ("third", "third_bias"))):
         x = jax.nn.relu(x)
@@ -75,7 +83,8 @@ def scores(weights: Any, seen: Array, token: Array, key: Array | None = None) ->
 
 
 def always(kind: int, features: int, vocabulary: int) -> dict[str, Array]:
-    """Returns the weights of a classifier that always predicts the class `kind`."""
+    """Returns weights with which the classifier always predicts the class `kind` (0: no draft accepted, 1: a part, 2:
+    all), for the given numbers of features and of tokens."""
     zeros = lambda *size: jnp.zeros(size, jnp.float32)
     return dict(mean=zeros(features), scale=jnp.ones(features), hidden=zeros(features, 1), table=zeros(vocabulary, 1),
                 first=zeros(1), second=zeros(1, 1), second_bias=zeros(1), third=zeros(1, 3),

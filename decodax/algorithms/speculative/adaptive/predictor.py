@@ -74,25 +74,27 @@ class DraftClassifier:
 
 
 def features(draft: DraftFeatures) -> Array:
-    """Returns the inputs of the network, `f32[..., FEATURES]`."""
+    """Returns the inputs of the acceptance classifier for one or more drafts, `f32[..., FEATURES]`: the draft's
+    probability, the entropy, the log of one plus its index in the chain, and the largest probabilities."""
     assert draft.top is not None
     place = jnp.broadcast_to(jnp.log1p(draft.place * 1.0), draft.log_p.shape)
     return jnp.concatenate([jnp.stack([jnp.exp(draft.log_p), draft.entropy, place], -1), draft.top], -1)
 
 
 def acceptance_logit(weights: Any, x: Array) -> Array:
-    """Returns the log-odds of acceptance, `f32[...]`, for features `f32[..., FEATURES]`."""
+    """Returns the classifier's log-odds that a draft is accepted, `f32[...]`, from its features `x`, `f32[...,
+    FEATURES]`."""
     return jax.nn.relu(x @ weights["first"] + weights["first_bias"]) @ weights["second"] + weights["second_bias"]
 
 
 @struct
 class AcceptanceExamples(Struct):
-    """State of `Watched`.
+    """State of `Watched`, with `M` rounds of `K` drafts each.
 
     Attributes:
-        now: `f32[B, K, FEATURES]`, features of this round's drafts.
-        seen: `f32[B, M, K, FEATURES]`, the same for each round.
-        accepted: `i32[B, M]`, number of accepted drafts in each round, -1 for no round.
+        now: `f32[B, K, FEATURES]`, features of the current round's drafts.
+        seen: `f32[B, M, K, FEATURES]`, features of the drafts of each recorded round.
+        accepted: `i32[B, M]`, number of accepted drafts in each round; -1 for rounds that were not recorded.
         source: the source's state.
     """
 
@@ -104,8 +106,8 @@ class AcceptanceExamples(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(AroundSource, Draft):
-    """Drafts chains of `length` from a source, and records features and acceptance of the drafts for up to `rounds`
-    rounds."""
+    """Drafts chains of `length` tokens from the source `source`, and records the features of the drafts and how many
+    were accepted, for the first `rounds` rounds."""
 
     source: Source
     length: int
@@ -202,8 +204,9 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int, verify: Any, max_new_tokens: int,
              seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the features `f32[n, FEATURES]` of the drafts that are tested while the samples are continued, and True
-    for those that were accepted, `bool[n]`."""
+    """Continues prompts by speculative decoding, to collect examples for a predictor of acceptance. Returns the
+    features of all drafts that were tested, `f32[n, FEATURES]`, and whether each was accepted, `bool[n]`. A draft is
+    tested if all drafts before it in its chain were accepted."""
     at_least(length=length)
     alg = Speculative(Watched(draft, length, max_new_tokens), verify or SeedExact())
     noted: AcceptanceExamples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
@@ -214,11 +217,18 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int,
 
 
 def given_or_fitted(name: str, what: str, fit: Callable[..., Any], given: Any, samples: Any, *of: Any) -> Any:
-    """Returns what stops the chains of the entry `name`: its option `what` if given, or the result of `fit` for `of`
-    and samples.
+    """Returns `given`, the value of a method's option, or else the result of fitting one, `fit(*of, samples)`.
+
+    Args:
+        name: name of the method, for errors.
+        what: name of the option, for errors.
+        fit: the function that fits a value.
+        given: the option's value, or None.
+        samples: prompts (token ids) to fit to, or None.
+        of: further arguments of `fit`.
 
     Raises:
-        ValueError: both are given, or none.
+        ValueError: both `given` and `samples` are None, or neither is.
     """
     if (given is None) == (samples is None):
         raise ValueError(f"{name!r} needs {what}=, from decodax.train.{fit.__name__}, or samples=, prompts as token "

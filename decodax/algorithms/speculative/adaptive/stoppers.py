@@ -80,7 +80,8 @@ class AcceptanceHead(AroundSource, Source):
 
 
 def scores(head: Any, hidden: Array) -> Array:
-    """Returns the logits of "rejected" and "accepted", `f32[..., 2]`, for hidden states `f[..., D]`."""
+    """Returns the head's logits of the two classes "rejected" and "accepted", `f32[..., 2]`, for a draft token, from
+    the draft model's hidden states at it, `f[..., D]`. `head` are the head's weights."""
     x = hidden.astype(jnp.float32)
     for _ in range(BLOCKS):
         x = x + jax.nn.silu(x @ head["block"] + head["block_bias"])
@@ -88,7 +89,8 @@ def scores(head: Any, hidden: Array) -> Array:
 
 
 def accepted(head: Any, hidden: Array) -> Array:
-    """Returns the predicted probability that the token with a hidden state is accepted, `f32[...]`."""
+    """Returns the head's probability that a draft token is accepted, `f32[...]`, from the draft model's hidden states
+    at it, `f[..., D]`."""
     logits = scores(head, hidden)
     return jax.nn.sigmoid(logits[..., 1] - logits[..., 0])
 
@@ -165,7 +167,8 @@ class DraftLength(SourceAround):
 
 
 def draft_length(network: Any, feature: Array) -> Array:
-    """Returns the predicted number of accepted drafts, `f32[...]`, from features `f32[..., D]`."""
+    """Returns the network's prediction of how many drafts will be accepted in a round, `f32[...]` (not rounded), from
+    the target's hidden states before the round, `f32[..., D]`."""
     x = (feature - network["mean"]) / network["scale"]
     x = jax.nn.relu(x @ network["first"] + network["first_bias"])
     x = jax.nn.relu(x @ network["second"] + network["second_bias"])

@@ -30,9 +30,9 @@ class Both(Struct):
     """State of `Fallback`.
 
     Attributes:
-        first: state of the first source.
-        second: state of the second source.
-        mine: `bool[B]`, True for rows with drafts of the first source in this round.
+        first: state of the first draft.
+        second: state of the second draft.
+        mine: `bool[B]`, True for rows whose drafts in this round come from the first one.
     """
 
     first: Any
@@ -67,7 +67,7 @@ class Fallback(Draft):
 
     @property
     def other(self) -> Draft:
-        """The second source as a `Draft`."""
+        """The field `second` as a `Draft`; a `Source` is combined with the shape of its trees."""
         return self.second if isinstance(self.second, Draft) else Grown(self.second, self.shape)
 
     @property

@@ -70,7 +70,8 @@ class Forced(Draft):
 
 
 def forced(policy: Any, s: State, length: int) -> tuple[Array, Array]:
-    """Returns the tokens that the constraint forces next in each row, `i32[B, length]`, and their number, `i32[B]`."""
+    """Returns the tokens that follow in each row because the constraint allows only one token each, `i32[B, length]`,
+    and the number of these, `i32[B]`, at most `length`; later entries are padding."""
     found, number = jnp.zeros((s.batch, length), jnp.int32), jnp.zeros(s.batch, jnp.int32)
     for link, state in zip(policy.transforms, s.policy, strict=True):
         if not isinstance(link, Constrained):

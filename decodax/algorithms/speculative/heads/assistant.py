@@ -97,8 +97,14 @@ class AssistantDraft(ReadsTargetKeys):
 
 
 def next_tokens(lm: Any, draft: Any, *systems: str) -> TrainedHead:
-    """Returns the source of drafts for a target, from layers that predict further tokens or an assistant; the arguments
-    are those of `trained`."""
+    """Returns the drafting source of a target from a trained drafter that predicts further tokens: multi-token
+    prediction layers, or an assistant model that attends to the target's cache.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target or in its files.
+        systems: names of the methods for which it may have been trained, the most likely first.
+    """
     made = trained(lm, draft, *systems)
     return AssistantDraft(made.model, made.head, made.weights) if isinstance(made.head, AssistantHead) else made
 

@@ -77,7 +77,8 @@ class BlockDraft(TrainedHead):
         return Chain(self.head.longest)
 
     def within(self, length: int | None) -> int:
-        """Returns `length`, or the largest number of drafts on a path if it is None.
+        """Returns `length`, checked against the number of tokens that the head predicts; that number if `length` is
+        None.
 
         Raises:
             ValueError: the head predicts fewer.
@@ -171,8 +172,13 @@ class BlockDraft(TrainedHead):
 
 
 def block_draft(lm: Any, draft: Any, *systems: str) -> BlockDraft:
-    """Returns the source of drafts for a target, from a drafter with a block head; the arguments are those of
-    `trained`.
+    """Returns the drafting source of a target from a trained drafter with a block head, which predicts several tokens
+    at once.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods for which it may have been trained, the most likely first.
 
     Raises:
         ValueError: as in `trained`, or the drafter has another head.

@@ -43,7 +43,7 @@ STATES = 1 << 14
 
 @struct
 class Rescoring(Struct):
-    """State of `Rescored`: those of the heads and of the language model."""
+    """State of `Rescored`, which rescores the drafts of prediction heads by a language model: the states of both."""
 
     heads: Any
     model: Any

@@ -34,10 +34,10 @@ from decodax.models.drafters.head import HeadStep
 
 @dataclasses.dataclass(frozen=True)
 class ReadsTargetKeys(TrainedHead):
-    """Base class of drafts with a head that attends to the target's keys and values.
+    """Base class of sources whose trained head attends to the keys and values in the target's cache instead of its own.
 
     Raises:
-        ValueError: the target's layers are not known, or the head does not fit them.
+        ValueError: the target's layers cannot be run one by one, or the head does not fit them.
     """
 
     head: AssistantHead | CrossKVHead

@@ -175,8 +175,12 @@ def falcon(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
 
 
 def semi_autoregressive(lm: Any, draft: Any, *systems: str) -> SemiAutoregressive:
-    """Returns the source of drafts for a target, from a drafter with Falcon's head; the arguments are those of
-    `trained`.
+    """Returns the drafting source of a target from a trained drafter with Falcon's semi-autoregressive head.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods for which it may have been trained, the most likely first.
 
     Raises:
         ValueError: as in `trained`, or the drafter has another head.

@@ -35,12 +35,11 @@ from decodax.models.drafters.mixture import MixtureHead
 
 @struct
 class MixtureState(Drafting):
-    """State of `MixtureDraft` within a round.
+    """State of `MixtureDraft` within a round: the fields of `Drafting` (the head's cache, the buffer of the draft
+    tree's nodes, and their window indices), and one more.
 
     Attributes:
         above: keys and values of the nodes in the target's last layers.
-
-    The others are those of `Drafting`.
     """
 
     above: Draftable | None = None
@@ -48,8 +47,9 @@ class MixtureState(Drafting):
 
 @dataclasses.dataclass(frozen=True)
 class MixtureDraft(CrossKVDraft):
-    """Drafts with a `MixtureHead`, whose cache has a second layer: the keys and values of its cross-attention.
-    Attributes: see `CrossKVDraft`."""
+    """Drafts with a mixture-of-attentions head (`MixtureHead`), which attends to the target's cache. Its own cache has
+    a second layer, the keys and values of its cross-attention. The attributes are those of `CrossKVDraft`: the target,
+    the head's network and its weights."""
 
     __repr__ = short
 
@@ -119,8 +119,12 @@ def mixture_of_attentions(lm: Any, draft: Any = None, length: Count = 6, nodes: 
 
 
 def mixture(lm: Any, draft: Any, *systems: str) -> MixtureDraft:
-    """Returns the source of drafts for a target, from a drafter with a `MixtureHead`; the arguments are those of
-    `trained`.
+    """Returns the drafting source of a target from a trained drafter with a mixture-of-attentions head (`MixtureHead`).
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods for which it may have been trained, the most likely first.
 
     Raises:
         ValueError: as in `trained`, or the drafter has another head.

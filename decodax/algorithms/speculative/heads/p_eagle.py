@@ -28,7 +28,8 @@ from decodax.models.drafters.parallel import ParallelHead
 
 @dataclasses.dataclass(frozen=True)
 class ParallelDraft(TrainedHead):
-    """Drafts with a `ParallelHead`: one pass for all tokens of a round. Attributes: see `TrainedHead`."""
+    """Drafts with a trained `ParallelHead`, which predicts all tokens of a round in one pass. The attributes are those
+    of `TrainedHead`: the target, the head's network, its weights and the target's number of logits."""
 
     __repr__ = short
 
@@ -73,8 +74,13 @@ def p_eagle(lm: Any, draft: Any = None, length: Count | None = None, verify: Ver
 
 
 def parallel(lm: Any, draft: Any, *systems: str) -> ParallelDraft:
-    """Returns the source of drafts for a target, from a drafter with a `ParallelHead`; the arguments are those of
-    `trained`.
+    """Returns the drafting source of a target from a trained drafter with a `ParallelHead`, which predicts all tokens
+    of a round in one pass.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods for which it may have been trained, the most likely first.
 
     Raises:
         ValueError: as in `trained`, or the drafter has another head.

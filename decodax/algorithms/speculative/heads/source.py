@@ -92,7 +92,7 @@ class TrainedHead(Source):
         object.__setattr__(self, "model", network_of(self.model)[0])
 
     def for_vocabulary(self, size: int) -> TrainedHead:
-        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
+        """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property

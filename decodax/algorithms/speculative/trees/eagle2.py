@@ -52,7 +52,8 @@ class ConfidenceTree(Shape):
 
 
 def confidence(g: Growth, slots: Array, children: Children, path: Array) -> tuple[Array, Array]:
-    """Ranks children by the log-probabilities of their paths; a `Rank` for `grow_layers`."""
+    """Ranks candidate tree nodes by the log-probability of their path, the sum of those of its tokens (a `Rank` for
+    `grow_layers`). Returns the ranks `f32[B, w, R]`, twice, since a child's rank is what its own children build on."""
     value = path[..., None] + children.log_p
     return value, value
 

@@ -121,16 +121,16 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
 
 
 def drawn_from(children: Children) -> Array:
-    """Returns each child's log-probability in the distribution from which it was drawn, `f32[B, w, R]`; for
-    deterministic drafts, that of the source."""
+    """Returns the log-probability of each child under the distribution from which it was drawn, `f32[B, w, R]`; for
+    drafts that were not drawn, the source's estimate of its log-probability."""
     if children.log_q is None:
         return children.log_p
     return jnp.where(children.live, jnp.take_along_axis(children.log_q, children.tokens, -1), -jnp.inf)
 
 
 def left_before(log_q: Array) -> Array:
-    """Returns the log of the probability that earlier siblings leave, `f32[..., R]`, from the siblings'
-    log-probabilities."""
+    """Returns the log of the probability mass that remains for each sibling after those before it are removed,
+    `f32[..., R]`. `log_q` (`f32[..., R]`) are the siblings' log-probabilities."""
     q = jnp.exp(log_q)
     return jnp.log(jnp.maximum(1 - (jnp.cumsum(q, -1) - q), 0))
 

@@ -39,5 +39,6 @@ FALCON_75 = _tree(":20", "0:11 1:4 2:4", "00:7 01:10 02:1 03:1 10:1 20:1",
 
 
 def within(tree: Fixed, longest: int | None) -> Shape:
-    """Returns a tree, or a chain for a drafter that drafts fewer tokens than the tree has levels."""
+    """Returns the tree `tree` if its depth is at most `longest`, otherwise a chain of `longest` drafts. `longest` is
+    the largest number of tokens that a drafter predicts; None: no limit."""
     return tree if longest is None or tree.length <= longest else Chain(longest)

@@ -71,8 +71,8 @@ class StochasticBeam(Shape):
 
 
 def below(top: Array, location: Array, u: Array) -> Array:
-    """Returns a Gumbel variable with location `location`, conditioned on being at most `top`, from a uniform number
-    `u`."""
+    """Returns samples of a Gumbel distribution with location `location`, conditioned on being at most `top`, from
+    uniform random numbers `u`; all four have the same shape. -inf where `location` or `top` is."""
     there = (location > -jnp.inf) & (top > -jnp.inf)
     location, top = jnp.where(there, location, 0), jnp.where(there, top, 0)
     return jnp.where(there, location - jnp.logaddexp(location - top, jnp.log(-jnp.log(u))), -jnp.inf)

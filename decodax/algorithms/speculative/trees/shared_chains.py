@@ -23,7 +23,8 @@ class SharedChains(Shape):
 
     @abc.abstractmethod
     def log_chance(self, child: Children) -> Array:
-        """Returns the log-probability that a chain's next draft is accepted, `f32[B]`."""
+        """Returns the estimated log-probability that the next draft of each row's chain, `child`, is accepted if all
+        drafts before it are, `f32[B]`."""
 
     @abc.abstractmethod
     def count(self, log_p: Array, rows: Array) -> Array:

@@ -27,10 +27,10 @@ from decodax.core.window import take
 
 @struct
 class DepthState(Struct):
-    """State of a source whose rows can draft to different depths in a round.
+    """State of a source that predicts a different number of tokens ahead in each row.
 
     Attributes:
-        known: `i32[B]`, the largest depth of each row, at least 1.
+        known: `i32[B]`, the largest depth to which the source can draft in this round, at least 1.
     """
 
     known: Array
@@ -82,7 +82,7 @@ class SparseTrees(Shape):
 
     @functools.cached_property
     def union(self) -> Fixed:
-        """The tree with the drafts of all states."""
+        """The fixed tree that has every draft of every state's tree."""
         return Fixed(tuple(sorted({path for t in self.trees for path in t.paths})))
 
     @property
@@ -91,12 +91,12 @@ class SparseTrees(Shape):
 
     @property
     def nodes(self) -> int:
-        """Largest number of drafts `N` of a state."""
+        """Largest number of drafts `N` of a state's tree."""
         return max(len(t.paths) for t in self.trees)
 
     def table(self, of: Any, fill: int) -> np.ndarray:
-        """Returns the numbers `of(order)`, a list for the drafts of a tree in their order, for each state: `i32[K, N]`,
-        padded with `fill`."""
+        """Tabulates a property of drafts by state. `of` maps the drafts of a tree, in window order, to a list of
+        numbers. Returns one row for each of the `K` states' trees, `i32[K, N]`, padded with `fill`."""
         found = np.full((len(self.trees), self.nodes), fill, np.int32)
         for row, t in zip(found, self.trees, strict=True):
             row[:len(t.paths)] = of(Fixed(t.paths).order)

@@ -48,13 +48,15 @@ module, or an instance of a frozen dataclass with `__call__`."""
 
 
 def probability(draft: DraftFeatures) -> Array:
-    """The default `Predictor`: returns the draft's own probability, `f32[B]`."""
+    """The default predictor of acceptance: returns the probability that the draft model gives to its own draft,
+    `f32[B]`."""
     return jnp.exp(draft.log_p)
 
 
 def chances(predictor: Predictor | None) -> Callable[[Children, Array], Array]:
-    """Returns a function of a chain's next draft and its index that calls the predictor with the draft's features.
-    None: `foretold`."""
+    """Returns a function that predicts whether a chain's next draft is accepted: it maps the draft (`Children`) and its
+    index in the chain, `i32[]`, to a probability, `f32[B]`. It calls `predictor`, or if that is None returns the
+    source's own prediction (`foretold`)."""
     if predictor is None:
         return foretold
     return lambda child, i: predictor(DraftFeatures(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
@@ -63,10 +65,11 @@ def chances(predictor: Predictor | None) -> Callable[[Children, Array], Array]:
 
 
 def foretold(child: Children, index: Array) -> Array:
-    """Returns what the source itself predicts (`Answer.chance`), `f32[B]`, for a chain's next draft.
+    """Returns the source's own prediction of the probability that a chain's next draft is accepted, `f32[B]`. `index`,
+    the draft's place in the chain, is not used.
 
     Raises:
-        ValueError: the source predicts nothing.
+        ValueError: the source predicts no acceptance (`Answer.chance` is None).
     """
     if child.chance is None:
         raise ValueError("shape: this one takes a source that predicts the acceptance of drafts, such as a block head "

@@ -13,9 +13,11 @@ from decodax.sampling.draw import winner
 
 
 def among(dist: Distribution, tree: Tree, beta: int, tau: float) -> tuple[Array, Array, Array]:
-    """Accepts drafts that are among the `beta` most likely tokens and whose logits are at most `tau` below the largest.
+    """Accepts drafts that are among the `beta` most likely tokens (of equal logits the smaller id ranks first) and
+    whose logits are at most `tau` below the largest.
 
-    Of equal logits the smaller id ranks first. The results are those of a `Verifier`.
+    Returns the accepted path, `i32[B, longest + 1]`, window nodes from the newest token (0) down; the number of
+    accepted drafts on it, `i32[B]`; and the target's likeliest token after them, `i32[B]`.
     """
     logits = before_temperature(dist)
     values, tokens = top_k(logits, min(beta, logits.shape[-1]))
@@ -30,8 +32,8 @@ def among(dist: Distribution, tree: Tree, beta: int, tau: float) -> tuple[Array,
 
 
 def before_temperature(dist: Distribution) -> Array:
-    """Returns the processed logits, `f32[B, 1 + N, V]`. For greedy rows these are the logits before the temperature,
-    which would leave only one token."""
+    """Returns the logits after the policy at each node of the window, `f32[B, 1 + N, V]`; in rows with temperature 0
+    those before the temperature, since after it only one token would remain."""
     chain, hot = dist.policy.transforms, dist.processed()
     cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
     if cut is None:
@@ -42,9 +44,9 @@ def before_temperature(dist: Distribution) -> Array:
 
 
 def likeliest(tree: Tree, holds: Array, score: Array) -> tuple[Array, Array]:
-    """Returns the longest path on which all drafts may be accepted (`holds`), and its length, with the results of
-    `deepest`. Of equally long paths it is the one with the largest sum of `score` (`f32[B, 1 + N]`), and of those the
-    first."""
+    """Returns the longest path from the newest token on whose drafts are all acceptable (`holds`, `bool[B, 1 + N]`),
+    `i32[B, longest + 1]`, padded with 0, and its number of drafts, `i32[B]`. Of equally long paths it is the one with
+    the largest sum of `score` (`f32[B, 1 + N]`), and of those the first."""
     holds = (holds & tree.live).at[:, 0].set(True)
     good = (holds[:, None, :] | ~tree.sees).all(-1)
     depth = jnp.where(good, tree.depth, -1)

@@ -64,7 +64,19 @@ class KSeq(Verifier):
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """Tests the children of one node; the arguments and results are those of `walk.Siblings`."""
+        """Tests the children of one tree node by K-SEQ selection.
+
+        Args:
+            p: `f32[V]`, the target's probabilities after the node.
+            q: `f32[V]`, probabilities from which the children were drawn; None: they were not drawn.
+            tokens: `i32[1 + N]`, tokens of all nodes of the tree.
+            children, dead: `bool[1 + N]`, the node's live children, and its dead ones.
+            u: `f32[1 + N]`, a uniform random number for each node.
+
+        Returns:
+            The accepted child, `i32[]`; whether there is one, `bool[]`; and the residual distribution, `f32[V]`,
+                unnormalised.
+        """
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q):
@@ -80,20 +92,23 @@ class KSeq(Verifier):
 
 
 def overlap(p: Array, q: Array, rho: Array) -> tuple[Array, Array]:
-    """Returns `min(q, p / rho)`, `f32[V]`, and its sum beta, `f32[]`, the probability that one draw from q passes."""
+    """Returns the part of the draft distribution `q` (`f32[V]`) that K-SEQ accepts for the target distribution `p`
+    (`f32[V]`) and the factor `rho` (`f32[]`), `min(q, p / rho)`, `f32[V]`, and its sum beta, `f32[]`, the probability
+    that one draw from q is accepted."""
     common = jnp.minimum(q, p / rho)
     return common, jnp.minimum(common.sum(), 1)
 
 
 def some(beta: Array, k: Array) -> Array:
-    """Returns `1 - (1 - beta)^k`, the probability that one of k draws passes, with full precision also for a small
-    beta."""
+    """Returns the probability that at least one of `k` independent draws is accepted, `1 - (1 - beta)^k`, if each is
+    with probability `beta`; precise also for a small beta."""
     return -jnp.expm1(jnp.maximum(k, 1) * jnp.log1p(-beta))
 
 
 def smallest(p: Array, q: Array, k: Array) -> Array:
-    """Returns the smallest rho with `1 - (1 - beta)^k <= rho * beta`, rounded up. Any larger rho is exact, too, so
-    twelve bisections of [1, k] reduce acceptance by less than k / 4096 and keep exactness."""
+    """Returns the smallest factor rho in [1, k] with `1 - (1 - beta)^k <= rho * beta`, up to k / 4096 too large; `beta`
+    is the acceptance probability for rho (see `overlap`), `k` (`i32[]`) the number of drafts. K-SEQ keeps the target's
+    distribution `p` for any such rho, and accepts most often for the smallest."""
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         rho = (low + high) / 2

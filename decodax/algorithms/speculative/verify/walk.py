@@ -28,11 +28,12 @@ if there is one, `bool[]`; and the unnormalised distribution of the next token i
 
 
 def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-    """Goes from the root to accepted children, and draws `own` from the residual distribution at the last one. The
-    results are those of a `Verifier`.
+    """Verifies a draft tree from the root down: at each node `siblings` tests the children, until none is accepted; the
+    next token is then drawn from the residual distribution.
 
-    The outcome at a level does not depend on the levels below, and its position is decided in this round. So noise
-    addressed by position and rank is never used twice.
+    Returns the path of accepted nodes, `i32[B, longest + 1]`; the number of accepted drafts, `i32[B]`; and the drawn
+    token, `i32[B]`. The outcome at a level does not depend on the levels below, and its position is decided in this
+    round. So noise addressed by position and rank is never used twice.
     """
     log_p = dist.log_probs()
     parents = jnp.broadcast_to(tree.parents, tree.tokens.shape)

@@ -78,7 +78,8 @@ class FastCoT(Iterated):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """Largest number of drafts: the largest window size and the trigger."""
+        """Largest number of drafts in a round: the largest window size in the schedule plus the number of trigger
+        tokens."""
         return self.widest + len(self.trigger)
 
     def width(self, s: State) -> Array:

@@ -57,14 +57,15 @@ class Guesses(Struct):
 
 
 class Iterated(Draft):
-    """Base class of drafts by Jacobi iteration: a chain of guesses, whose length in a round is given by `width`."""
+    """Base class of drafts by Jacobi iteration: the drafts are guesses of the next tokens, which the target's forward
+    pass of each round replaces by its own predictions. Subclasses give their number (`width`)."""
 
     length: int
     fill: Fill
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def width(self, s: State) -> Array:
-        """Returns the number of guesses of each row in this round, `i32[B]`, at most `length`."""
+        """Returns the number of guesses that each row drafts in this round, `i32[B]`, from 0 to `length`."""
         raise NotImplementedError
 
     def init(self, params: Params, s: State) -> Guesses:
@@ -85,12 +86,11 @@ class Iterated(Draft):
 
 
 def nodes_after(s: State, window: Window, decision: Decision, length: int) -> tuple[Array, Array]:
-    """Returns the window nodes, along the chain of guesses, that predict the tokens after the last decided one.
+    """Returns the window indices of the guesses whose logits predict the tokens after the last decided one, `i32[B,
+    length]`, and whether each was in the window, `bool[B, length]`.
 
-    The first of these nodes is a rejected guess of the last decided token; its logits give the next guess.
-
-    Returns:
-        The nodes, `i32[B, length]`, and True for those that were in the window, `bool[B, length]`.
+    The first of these is a rejected guess of the last decided token; its logits give the next guess. `decision` is that
+    of the round, and `s` the state before it.
     """
     at = decision.count[:, None] + jnp.arange(length, dtype=jnp.int32)
     nodes = jnp.minimum(at, window.width - 1)
@@ -100,8 +100,14 @@ def nodes_after(s: State, window: Window, decision: Decision, length: int) -> tu
 
 
 def filling(fill: Fill, s: State, length: int, salt: int = 0) -> Array:
-    """Returns first guesses for the positions after the newest token, `i32[B, length]`. `salt` distinguishes several
-    draws in one round."""
+    """Returns the initial guesses for the `length` positions after the newest token, `i32[B, length]`.
+
+    Args:
+        fill: a token id, "repeat" (the newest token) or "text" (random tokens of the row's text).
+        s: the decoding state.
+        length: number of guesses.
+        salt: distinguishes several random draws in one round.
+    """
     if isinstance(fill, int):
         return jnp.full((s.batch, length), fill, jnp.int32)
     if fill == "repeat":
@@ -115,7 +121,7 @@ def filling(fill: Fill, s: State, length: int, salt: int = 0) -> Array:
 
 
 def check_fill(fill: Fill) -> None:
-    """Raises ValueError if `fill` is no `Fill`."""
+    """Raises ValueError if `fill` is neither a token id (0 or more), nor "repeat" nor "text"."""
     if fill not in ("repeat", "text") and not (isinstance(fill, int) and fill >= 0):
         raise ValueError(f"fill: got {fill!r}, takes a token id, 'repeat' or 'text'")
 

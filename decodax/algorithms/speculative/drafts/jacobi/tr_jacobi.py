@@ -63,17 +63,18 @@ class TRJacobi(Draft):
 
     @property
     def fanout(self) -> int:
-        """`k`, number of guesses of a position."""
+        """Number `k` of guesses for each position: the number of ranks in the tree, one more than the largest."""
         return 1 + max(max(path) for path in self.tree.paths)
 
     @property
     def last(self) -> int:
-        """Rank of the retrieved chain among the children of the newest token, the last one."""
+        """Rank of the chain of retrieved tokens among the children of the newest token: it comes after all nodes of the
+        tree."""
         return sum(len(path) == 1 for path in self.tree.paths)
 
     @property
     def form(self) -> Fixed:
-        """The tree with the retrieved chain."""
+        """The shape of all drafts: the tree of guesses, and beside it the chain of retrieved tokens."""
         return Fixed((*self.tree.paths, *((self.last, *(0,) * i) for i in range(self.retrieved))))
 
     @property

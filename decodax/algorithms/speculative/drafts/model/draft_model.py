@@ -80,7 +80,7 @@ class DraftModel(Source):
         object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
     def for_vocabulary(self, size: int) -> DraftModel:
-        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
+        """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property
@@ -128,8 +128,8 @@ class DraftModel(Source):
 
 
 def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:
-    """Processes the tokens of each row that are missing in `cache`, in chunks, except the `newest` last ones. Returns
-    the new cache. In most rounds no token is missing."""
+    """Runs a draft model on the tokens of each row that are not in its cache yet, except the last `newest` tokens of
+    the text, in chunks of `chunk` tokens. Returns the new cache. In most rounds no token is missing."""
     lacks = jnp.where(s.running, s.length - newest - cache.length, 0)
 
     def visit(i: Array, cache: Any) -> Any:

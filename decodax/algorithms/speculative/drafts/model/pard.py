@@ -40,7 +40,8 @@ class Masked(Struct):
 
     Attributes:
         cache: the draft model's cache of verified tokens.
-        hidden: within a round, `f[B, K, D]`, its hidden states at the newest token and at the masks after it.
+        hidden: within a round, `f[B, K, D]`, the draft model's hidden states at the newest token and at the `K - 1`
+            mask tokens after it; None between rounds.
     """
 
     cache: Cache

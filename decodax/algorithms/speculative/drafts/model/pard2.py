@@ -168,10 +168,11 @@ class AlignedDrafts(MaskedDrafts):
 
 
 def hidden_states(out: Out, states: tuple[int, ...]) -> Array:
-    """Returns the target's hidden states with the numbers `states` of `AlignedDrafts`, concatenated, `f[B, W, F]`.
+    """Returns the target's hidden states numbered `states` (`i`: the output of layer `i - 1`, the last one after the
+    final norm; negative numbers count from the end), concatenated along the last axis: `f[B, W, F]`.
 
     Raises:
-        ValueError: the target does not return them.
+        ValueError: the target does not return one of them.
     """
     layers = out.layers or ()
     at = [i + len(layers) + 1 if i < 0 else i for i in states]
@@ -182,7 +183,8 @@ def hidden_states(out: Out, states: tuple[int, ...]) -> Array:
 
 
 def projected(projection: Any, features: Array) -> Array:
-    """Returns the projection of features `f[B, W, F]`, `f[B, W, D]`."""
+    """Returns the linear projection of `features` (`f[B, W, F]`) to the draft model's width, `f[B, W, D]`. `projection`
+    has the entries "weight", `f[D, F]`, and perhaps "bias", `f[D]`."""
     return features @ projection["weight"].T + projection.get("bias", 0)
 
 

@@ -135,7 +135,8 @@ class SpecBranch(AroundSource, Draft):
         return proposal, self.write(params, policy, s, state, drawn)
 
     def offer(self, params: Params, s: State, state: Branches) -> tuple[Proposal, Branches]:
-        """Returns the pending drafts, and the state of the round. It runs neither model."""
+        """Returns the drafts of this round, which the last round has prepared (none if they do not continue the text),
+        and the state with their number. It runs no model."""
         count = state.sure
         if self.lengths is not None:
             kind = self.lengths.classify(params.draft["lengths"], state.seen, s.newest)
@@ -146,7 +147,8 @@ class SpecBranch(AroundSource, Draft):
         return Proposal(tokens=state.waiting, live=live), state.replace(offered=count)
 
     def write(self, params: Params, policy: Any, s: State, state: Branches, drawn: Drawn) -> Branches:
-        """Runs the draft model's part of the round. Returns the state with a new `source` and new fields `written`."""
+        """Prepares the drafts of the next round: runs the draft model after each of the tokens with which the target
+        may end this round (the branches). Returns the state with new `source`, `heads`, `rest` and `confident`."""
         source, K, k, n = fitted(self.source, policy.vocab_size), self.length, self.branches, state.offered
         grower = Grower(source, self._own(params), policy, s, drawn).ranked     # the branches are no draws
         # the pending drafts are in slots 1 to K; nothing goes on from others there
@@ -170,15 +172,20 @@ class SpecBranch(AroundSource, Draft):
         return self.learn(params, s, window, out, decision, self.look(out, decision), state)
 
     def look(self, out: Out, decision: Decision | None) -> Any:
-        """Returns the features from the target's output for the classifier; None if there is none."""
+        """Returns the target's features at the last accepted token, `f32[B, F]`, from which the classifier `lengths`
+        predicts; None without a classifier or after a prefill chunk."""
         if self.lengths is None or decision is None or decision.accepted is None:
             return None
         return self.lengths.read(out, take(decision.source, decision.accepted[:, None])[:, 0])
 
     def learn(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
               state: Branches) -> Branches:
-        """Updates the state as `observe` does, with the result of `look` as `seen`. Except for this, only the source
-        uses `out`."""
+        """Returns the state after a round: selects the prepared branch that begins with the target's token, if there is
+        one.
+
+        The arguments are those of `Drafter.observe` (weights, state before the round, window, the target's output,
+        decision), and `seen`, the result of `look`. `out` is passed to the source only.
+        """
         source = self.source.observe(self._own(params), s, window, out, decision, state.source)
         if decision is None or decision.accepted is None:
             return state.replace(source=source, waits=jnp.zeros_like(state.waits))

@@ -37,8 +37,8 @@ class Predicted(Struct):
     """State of `NonAutoregressive`.
 
     Attributes:
-        cache: a cache without entries that holds what the drafter's encoder computed, if it has one.
-        logits: within a round, `f32[B, K, V]`, at the masks.
+        cache: a cache without entries of the text, which stores the output of the drafter's encoder if it has one.
+        logits: within a round, `f32[B, K, V]`, the drafter's logits at its `K` mask tokens; None between rounds.
     """
 
     cache: Cache

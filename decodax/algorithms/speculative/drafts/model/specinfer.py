@@ -91,7 +91,8 @@ class Merged(Draft):
                         log_q=log_q, drawn_at=drawn_at), states
 
     def first_of_prefix(self, tokens: Array, live: Array, parents: np.ndarray) -> Array:
-        """Returns for each window node the first node with the same prefix, `i32[B, 1 + N]`."""
+        """Finds duplicates among the merged draft trees: returns for each node (0 is the newest token) the first node
+        at the end of an equal sequence of tokens, `i32[B, 1 + N]`; the node itself if it is no duplicate."""
         depths = np.tile([len(path) for path in self.shape.order], len(self.sources))
         first = jnp.zeros((tokens.shape[0], 1 + tokens.shape[1]), jnp.int32)
         for depth in range(1, self.length + 1):

@@ -62,7 +62,8 @@ class Trunk(Struct):
     count: Array
 
     def add(self, c: Children, held: Array) -> Trunk:
-        """Returns the trunk with the children of the first `1 + held` nodes (`i32[B]`) of a chain."""
+        """Returns the trunk extended by the children of a chain's first `1 + held` nodes, where `held` (`i32[B]`) is
+        the number of accepted guesses. `c` has the children of all nodes of the chain."""
         at = self.count[:, None] + jnp.arange(c.tokens.shape[1])
         at = jnp.where(at <= (self.count + held)[:, None], at, self.tokens.shape[1])
         put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))
@@ -106,18 +107,19 @@ class Staged(Draft):
 
     @property
     def spare(self) -> int:
-        """Number of drafts beside the trunk."""
+        """Number of drafts that are verified beside the trunk, the main chain of `length` tokens."""
         return min((self.nodes or self.length) - self.length,
                    self.length * (self.width - 1) + self.run * self.width)
 
     @property
     def run(self) -> int:
-        """Number of siblings that are expanded. No path becomes longer than the trunk."""
+        """Number of tree nodes beside the trunk for which the draft model computes children."""
         return min(self.branches, (self.length - 1) * (self.width - 1), (self.nodes or self.length) - self.length)
 
     @property
     def most(self) -> int:
-        """Number of tokens that are guessed at once, at most `length - 1`."""
+        """Number of tokens that the inner draft guesses for each forward pass of the draft model, at most `length -
+        1`."""
         return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
 
     if not TYPE_CHECKING:       # of a class variable

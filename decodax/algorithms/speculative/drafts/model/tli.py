@@ -127,7 +127,8 @@ class Intersection(Source):
         return cls(DraftModel(draft.model), room or int(np.ceil(starts[-1] / len(pieces))) + 1, weights)
 
     def for_vocabulary(self, size: int) -> Intersection:
-        """Returns the source unchanged, since the draft model keeps its own vocabulary."""
+        """Returns the source unchanged: the draft model keeps its own vocabulary, and its logits are mapped to the
+        target's."""
         return self
 
     def init(self, params: Params, s: State) -> Mapped:
@@ -175,7 +176,14 @@ class Intersection(Source):
         return s.replace(tokens=state.tokens, length=state.length, status=status)
 
     def read_text(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
-        """Returns the state after all of each row's text has been converted to the draft model's tokens."""
+        """Converts the target tokens that each row has got since the last call to tokens of the draft model, and
+        returns the state with them appended.
+
+        Args:
+            own: the common tokens of both vocabularies.
+            s: the decoding state, with the text in target tokens.
+            state: the source's state, with the text in the draft model's tokens.
+        """
         block = jnp.zeros(max(64, own.longest), jnp.int32)
 
         def row(running: Array, text: Array, length: Array, tokens: Array, end: Array,
@@ -203,8 +211,8 @@ class Intersection(Source):
 
 
 def common(lm: Any, draft: Any) -> tuple[np.ndarray, list[list[int]]]:
-    """Returns the draft model's id of each target token, `i32[V]`, -1 if it has none, and the draft model's tokens for
-    each target token.
+    """Compares the vocabularies of a target and a draft model. Returns the draft model's id of each target token,
+    `i32[V]`, -1 where it has no such token, and for each target token the list of draft-model tokens that spell it.
 
     Raises:
         ValueError: the vocabularies have no token in common.

@@ -201,7 +201,14 @@ class Realigned(Draft):
         return state
 
     def read_text(self, own: AlignedVocabularies, s: State, state: Reading) -> Reading:
-        """Returns the state after all of each row's text has been converted to the draft model's tokens."""
+        """Converts the target tokens that each row has got since the last call to tokens of the draft model, and
+        returns the state with them.
+
+        Args:
+            own: both vocabularies.
+            s: the decoding state, with the text in target tokens.
+            state: the draft's state, with the text in the draft model's tokens.
+        """
         place = jnp.arange(self.window, dtype=jnp.int32)
 
         def row(running: Array, text: Array, length: Array, tokens: Array, final: Array, tail: Array, waiting: Array,
@@ -228,8 +235,16 @@ class Realigned(Draft):
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
 
     def drafts_of(self, target: ByteVocabulary, data: Array, count: Array) -> tuple[Array, Array]:
-        """Returns the bytes of one row as target tokens, `i32[K]`, and the number of tokens before the first byte
-        without a token."""
+        """Tokenizes one row's drafted text for the target.
+
+        Args:
+            target: the target's vocabulary.
+            data: `u8[T]`, the bytes of the text.
+            count: `i32[]`, number of valid bytes.
+
+        Returns:
+            `i32[K]`, target tokens, and `i32[]`, how many of them spell the text without leaving out a byte.
+        """
         found, _ = target.split(data, count)
         order = jnp.nonzero(found >= 0, size=self.length, fill_value=self.window - 1)[0].astype(jnp.int32)
         tokens = found[order]
@@ -247,14 +262,15 @@ def with_tokenizer(*lms: Any) -> None:
 
 
 def prefix(draft: Any) -> Array:
-    """Returns the token that a model's tokenizer puts before every text, `i32[0 or 1]`."""
+    """Returns the beginning-of-text token if the model's tokenizer puts one before every text, `i32[1]`, else
+    `i32[0]`."""
     bos = draft.tokenizer.bos_id
     return jnp.array([bos] if bos is not None and draft.tokenizer.encode("")[:1] == [bos] else [], jnp.int32)
 
 
 def room_for(model: Model, wanted: int) -> tuple[int, int]:
-    """Returns the number of tokens of a text (`wanted`, or the number of the model's positions if it is smaller), and
-    the number of cache slots for them."""
+    """Returns the largest number of tokens that the draft model reads of a text, which is `wanted` or the model's
+    number of positions if that is smaller, and the number of cache slots for these tokens (whole blocks)."""
     tokens = min(wanted, model.max_positions or wanted)
     return tokens, whole_blocks(tokens)
 

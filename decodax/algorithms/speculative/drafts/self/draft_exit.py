@@ -81,7 +81,8 @@ class DraftExit(SourceAround):
 
     @property
     def shape(self) -> DoubtfulEnd:
-        """The default shape of its chain, `DoubtfulEnd(length)`."""
+        """The shape that is used if the user gives none: a chain of at most `length` drafts that ends after an unlikely
+        draft."""
         return DoubtfulEnd(self.length)
 
     def init(self, params: Params, s: State) -> Exit:
@@ -110,8 +111,8 @@ class DraftExit(SourceAround):
 
 @dataclasses.dataclass(frozen=True)
 class DoubtfulEnd(Shape):
-    """A chain of at most `length` drafts that ends after a draft with a probability below the threshold `gamma` of its
-    row."""
+    """A chain of at most `length` drafts. A row stops drafting after a draft to which the draft network gives a
+    probability below the row's adaptive threshold, `gamma` (`f32[B]`) in the state of `DraftExit`."""
 
     length: int
 

@@ -114,8 +114,13 @@ class DynamicExit(SelfDraft):
 
     @property
     def shape(self) -> ChosenLength:
+<<<<<<< HEAD
         """The default shape of the drafts: a chain of at most `length` drafts, whose number each row chooses in each
         round from the acceptance so far (`ChosenLength`)."""
+=======
+        """The shape that is used if the user gives none: a chain whose length, at most `length`, is chosen for each
+        row."""
+>>>>>>> d1
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:
@@ -179,8 +184,8 @@ def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class ChosenLength(Shape):
-    """A chain of at most `length` drafts that ends at the row's own length (`state.length`), or earlier after a draft
-    with a probability below the row's threshold (`state.least`)."""
+    """A chain of at most `length` drafts. A row stops drafting at its own length (`length` in the state of
+    `DynamicExit`), or earlier, after a draft with a probability below its threshold (`least` in that state)."""
 
     length: int
 

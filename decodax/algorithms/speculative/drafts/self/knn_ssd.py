@@ -44,19 +44,19 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Anchors(Struct):
-    """Sample prompts and their sets of half layers.
+    """Sample prompts ("anchors"), with the parts of the target's `L` layers that draft for prompts near them.
 
     Attributes:
-        vectors: `f32[A, D]`, vector of each prompt.
-        keep: `bool[A, L, 2]`, True for the halves (attention, MLP) of each layer that run.
+        vectors: `f32[A, D]`, a vector for each of the `A` prompts, by which the nearest one is found.
+        keep: `bool[A, L, 2]`, for each layer whether its attention and whether its MLP runs while drafting.
     """
 
     vectors: Array
     keep: Array
 
     def nearest(self, vector: Array) -> Array:
-        """Returns the index of the anchor with the largest cosine to each vector (`f32[B, D]`), `i32[B]`; of equal ones
-        the first."""
+        """Returns the index of the anchor with the largest cosine similarity to each vector (`f32[B, D]`): `i32[B]`,
+        the smallest index of equally near ones."""
         unit = self.vectors / jnp.maximum(jnp.linalg.norm(self.vectors, axis=1, keepdims=True), 1e-30)
         return jnp.argmax(vector @ unit.T, 1).astype(jnp.int32)
 

@@ -47,11 +47,12 @@ from decodax.core.window import Window
 
 @struct
 class Shared(Struct):
-    """The nodes that have been processed in a round.
+    """State of `LayerSkip` within a round.
 
     Attributes:
-        scratch: their keys and values.
-        layers: the residual stream after each of the E shared layers, `f[B, 1 + room, D]` each.
+        scratch: keys and values of the nodes of the draft tree that have been processed.
+        layers: for each of the first `E` layers, which the draft shares with the target, its output at these nodes,
+            `f[B, 1 + room, D]`.
     """
 
     scratch: Draftable
@@ -88,7 +89,8 @@ class LayerSkip(SelfDraft):
 
     @classmethod
     def exit(cls, model: Any, layer: int) -> LayerSkip:
-        """Makes the draft that uses only the first `layer` layers."""
+        """Returns the drafter that runs the target's first `layer` layers (at least 1) and skips all later ones.
+        `model` is the target."""
         L = layered(model).depth
         if not 1 <= layer <= L:
             raise ValueError(f"layer: got {layer}, takes 1 to {L}")
@@ -96,13 +98,15 @@ class LayerSkip(SelfDraft):
 
     @property
     def keep(self) -> tuple[tuple[bool, bool], ...]:
-        """For each layer a pair: True if its attention runs, True if its MLP runs."""
+        """For each of the target's layers a pair of bools: whether its attention runs, and whether its MLP runs, in
+        drafting."""
         return tuple((i not in self.skip + self.skip_attention, i not in self.skip + self.skip_mlp)
                      for i in range(self.model.depth))
 
     @property
     def shared(self) -> int:
-        """`E`, number of first layers that run completely, as in the target."""
+        """Number `E` of layers, from the first on, of which nothing is skipped. Their outputs in drafting are those of
+        the target, so verification need not compute them again."""
         return next((i for i, halves in enumerate(self.keep) if not all(halves)), self.model.depth)
 
     def running(self, s: State, state: Any) -> tuple[tuple[bool, bool], ...]:
@@ -122,7 +126,9 @@ class LayerSkip(SelfDraft):
         return Shared(scratch, layers), Answer(out.logits(), out.hidden)
 
     def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> PartialForward | None:
-        """Returns the shared layers of the target's forward pass over the newest token and the drafts."""
+        """Returns the outputs of the target's first `shared` layers at the newest token and all drafts, from which the
+        target's forward pass of verification continues; None if no layers are shared or the tree's topology is not
+        fixed."""
         if not (self.shared and isinstance(slots, np.ndarray)):
             return None
         t = tree(s.newest, proposal, proposal.tokens.shape[1])

@@ -28,8 +28,9 @@ for complete layers or `bool[B, L, 2]` for halves, by row."""
 
 
 class SelfDraft(Source):
-    """A source that drafts with the target. Derive a frozen dataclass from it. By default its state is a struct with a
-    field `scratch`, the buffer of the round's nodes, which is None between rounds.
+    """Base class of sources that draft with the target network itself, such as with some of its layers. Derive a frozen
+    dataclass. By default the state is a struct with a field `scratch`, the keys and values of the round's draft tree,
+    which is None between rounds.
 
     Attributes:
         model: the target's network. Its weights are `Params.target`.
@@ -39,15 +40,17 @@ class SelfDraft(Source):
     cache_needs: ClassVar[frozenset[Feature]] = TREES       # its own nodes lie beside the target's cache
 
     def running(self, s: State, state: Any) -> Keep | None:
-        """Returns the layers, or halves of layers, that run in this round's drafts; None: all."""
+        """Returns which layers, or halves of layers (attention, MLP), run in this round's drafting; None: all."""
         return None
 
     def view(self, s: State) -> Any:
-        """Returns the cache to which drafts attend; under guidance, that of the branch with the prompt."""
+        """Returns the cache of the text to which drafts attend: by default the target's. Under classifier-free guidance
+        it is that of the conditional branch."""
         return conditional(s)
 
     def forward(self, params: Params, window: Window, cache: Any, keep: Keep | None) -> Out:
-        """Runs the drafting network on a window."""
+        """Runs the drafting network: by default the target's, on the window `window`, with the layers `keep` only
+        (None: all). Returns its output."""
         return self.model.apply(params.target, window, cache, *(() if keep is None else (keep,)))
 
     def run_root(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Out]:
@@ -65,8 +68,8 @@ class SelfDraft(Source):
 
     def run_level(self, params: Params, s: State, state: Any, scratch: Draftable,
                   level: Level) -> tuple[Draftable, Out]:
-        """Runs the drafting network on the nodes of a level. Returns the buffer with these nodes, without its base, and
-        the network's output."""
+        """Runs the drafting network on the draft-tree nodes in `level`. Returns `scratch`, the buffer of the tree's
+        keys and values, with those of the new nodes, and the network's output."""
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
         out = self.run_nodes(params, s, scratch, level.tokens, level.positions, sees, level.inside,
                              self.running(s, state))
@@ -99,10 +102,11 @@ class SelfDraft(Source):
 
 
 def layered(model: Any) -> LayeredModel:
-    """Returns the network of a result of `decodax.load`; a network is returned as it is.
+    """Returns the network of `model`, a network or a result of `decodax.load`, after checking that its layers can be
+    run one by one.
 
     Raises:
-        ValueError: its layers cannot be skipped.
+        ValueError: they cannot.
     """
     network, _ = network_of(model)
     if not isinstance(network, LayeredModel):
@@ -111,5 +115,6 @@ def layered(model: Any) -> LayeredModel:
 
 
 def conditional(s: State) -> Any:
-    """Returns the target's cache; under guidance, that of the branch with the prompt."""
+    """Returns the target's cache in the state `s`; under classifier-free guidance, the cache of the conditional branch,
+    the one with the prompt."""
     return s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache

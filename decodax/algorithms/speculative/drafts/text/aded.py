@@ -44,12 +44,13 @@ from decodax.core.window import Window
 
 @struct
 class Trigrams(Struct):
-    """Counts of the tokens that followed pairs of tokens, in a hash table.
+    """A hash table of trigram counts: for each pair of tokens up to `k` tokens that followed it. `rows` is its number
+    of entries; a new pair replaces an old one with the same hash.
 
     Attributes:
         pair: `i32[..., rows, 2]`, the pair of tokens of each entry, -1 for none.
-        tokens: `i32[..., rows, k]`, their successors.
-        counts: `f32[..., rows, k]`, their counts; 0 for a free place.
+        tokens: `i32[..., rows, k]`, the tokens that followed the pair.
+        counts: `f32[..., rows, k]`, how often each did; 0 for a free place.
     """
 
     pair: Array
@@ -58,15 +59,19 @@ class Trigrams(Struct):
 
     @classmethod
     def empty(cls, rows: int, k: int) -> Trigrams:
+        """Returns an empty table for one text, with `rows` entries and places for `k` successors of each pair."""
         return cls(pair=jnp.full((rows, 2), -1, jnp.int32), tokens=jnp.zeros((rows, k), jnp.int32),
                    counts=jnp.zeros((rows, k), jnp.float32))
 
     def slot(self, first: Array, second: Array) -> Array:
+        """Returns the index in the table, `i32[]`, to which a pair of tokens is hashed."""
         mixed = first.astype(jnp.uint32) * jnp.uint32(2654435761) + second.astype(jnp.uint32) * jnp.uint32(40503)
         return ((mixed ^ (mixed >> 15)) % jnp.uint32(self.pair.shape[0])).astype(jnp.int32)
 
     def add(self, first: Array, second: Array, token: Array) -> Trigrams:
-        """Adds a trigram (`i32[]` each) to one row's table; nothing is added if one of the tokens is negative."""
+        """Returns the table after `token` has followed the tokens `first` and `second` once more (`i32[]` each, no
+        batch axis); it is unchanged if one of them is negative. If all places of the pair are taken, the rarest
+        successor is replaced."""
         at = self.slot(first, second)
         pair = jnp.stack([first, second])
         counts = jnp.where((self.pair[at] == pair).all(), self.counts[at], 0)
@@ -86,8 +91,8 @@ class Trigrams(Struct):
         return lax.fori_loop(jnp.maximum(begin, 2), end, step, self)
 
     def after(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Returns the successors of a pair of tokens, `i32[k]`, and their probabilities, `f32[k]`; 0 for free
-        places."""
+        """Returns the tokens that have followed a pair of tokens, `i32[k]`, and their shares of all counted ones,
+        `f32[k]`; the shares of free places are 0, and all are 0 if the pair is not in the table."""
         at = self.slot(first, second)
         known = (self.pair[at] == jnp.stack([first, second])).all() & (second >= 0)
         counts = jnp.where(known, self.counts[at], 0)

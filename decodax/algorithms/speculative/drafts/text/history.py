@@ -45,14 +45,15 @@ class FromText(Drafter):
 
     @property
     def weights(self) -> Any:
-        """The documents one after the other, each followed by -1: `i32[C]`; None if there are none."""
+        """The documents of `corpus` concatenated, each followed by -1, `i32[C]`, an argument of the compiled programs;
+        None without documents."""
         if not self.corpus:
             return None
         return np.concatenate([np.array([*document, -1], np.int32) for document in self.corpus])
 
     def history(self, params: Params, s: State) -> Array:
-        """Returns the corpus, followed by each row's text, `i32[B, C + N]`, with -1 at the end of each document and of
-        the text."""
+        """Returns the tokens in which drafts are looked up, `i32[B, C + N]`: the corpus, and after it each row's text
+        so far. Each document is followed by -1, and so is the text, up to the end of the buffer."""
         own = known(s)
         corpus = self.weights if params.draft is None else params.draft
         if corpus is None:
@@ -61,7 +62,7 @@ class FromText(Drafter):
 
 
 def known(s: State) -> Array:
-    """Returns each row's text, `i32[B, N]`, -1 beyond its end."""
+    """Returns each row's tokens so far, prompt included, `i32[B, N]`, with -1 after the last one."""
     return jnp.where(jnp.arange(s.tokens.shape[1]) < s.length[:, None], s.tokens, -1)
 
 
@@ -114,15 +115,16 @@ def best_places(length: Array, count: int) -> tuple[Array, Array]:
 
 
 def following(history: Array, places: Array, count: int) -> Array:
-    """Returns the `count` tokens after each of the places (`i32[B, R]`) in a history (`i32[B, H]`): `i32[B, R, count]`,
-    -1 beyond the end."""
+    """Returns the `count` tokens that follow each of the indices `places` (`i32[B, R]`) in `history` (`i32[B, H]`):
+    `i32[B, R, count]`, -1 from the first negative token (the end of a document) on."""
     index = places[..., None] + 1 + jnp.arange(count, dtype=jnp.int32)
     tokens = take(jnp.pad(history, ((0, 0), (0, count + 1)), constant_values=-1), index)
     return jnp.where(jnp.cumprod(tokens >= 0, -1) > 0, tokens, -1)
 
 
 def shared(paths: Array) -> Array:
-    """Returns True for pairs of paths (`i32[B, R, D]`) whose first d + 1 tokens are equal: `bool[B, R, R, D]`."""
+    """Compares each pair of a row's `R` paths (`paths`, `i32[B, R, D]`, padded with -1). Returns `bool[B, R, R, D]`:
+    entry `[b, i, j, d]` is True if the first `d + 1` tokens of paths `i` and `j` are equal and none is padding."""
     alike = (paths[:, :, None] == paths[:, None]) & (paths[:, :, None] >= 0)
     return jnp.cumprod(alike, -1) > 0
 

@@ -82,22 +82,25 @@ class NGram(FromText, Draft):
 
 @struct
 class Paths(Struct):
-    """State of a tree: the last tokens at each of its nodes.
+    """State of an n-gram source while a draft tree grows: the last `n` tokens, of the text and of the path in the tree,
+    up to and including each node.
 
     Attributes:
-        contexts: `i32[B, 1 + room, n]`, for the newest token and each node expanded so far.
+        contexts: `i32[B, 1 + room, n]`, oldest token first, for the newest token (index 0) and each node expanded so
+            far.
     """
 
     contexts: Array
 
     @classmethod
     def start(cls, s: State, count: int, room: int) -> Paths:
-        """Returns a tree with the newest token alone, whose context has `count` tokens, and space for `room` nodes."""
+        """Returns the state for a tree that has no draft yet, with space for `room` nodes. The context of the newest
+        token is the last `count` tokens of each row's text."""
         contexts = jnp.full((s.batch, 1 + room, count), -1, jnp.int32)
         return cls(contexts.at[:, 0].set(tail(s, count)))
 
     def extend(self, level: Level) -> tuple[Paths, Array]:
-        """Returns the tree with the nodes of a level, and their contexts `i32[B, w, n]`."""
+        """Returns the state with the `w` nodes of `level` added, and the contexts of these nodes, `i32[B, w, n]`."""
         above = take(self.contexts, level.parents)
         new = jnp.concatenate([above[..., 1:], level.tokens[..., None]], -1)
         return Paths(lax.dynamic_update_slice_in_dim(self.contexts, new, 1 + level.at, 1)), new
@@ -134,7 +137,12 @@ class NGramModel(FromText, Source):
         return None         # the tree's contexts end with the round
 
     def logits(self, history: Array, contexts: Array) -> Array:
-        """Returns logits `f32[B, w, V]` for a history `i32[B, C + N]` and contexts `i32[B, w, n]`."""
+        """Returns the n-gram model's log-probabilities of the next token, `f32[B, w, V]`.
+
+        Args:
+            history: `i32[B, C + N]`, the tokens in which n-grams are counted; -1 separates documents.
+            contexts: `i32[B, w, n]`, the tokens before the predicted ones, oldest first.
+        """
         def node(history: Array, context: Array) -> Array:
             next_ = jnp.pad(history[1:], (0, 1), constant_values=-1)
             match = matched(history, context)

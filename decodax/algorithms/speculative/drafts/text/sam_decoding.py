@@ -86,8 +86,9 @@ class SuffixAutomaton(FromText, Draft):
 
     @property
     def weights(self) -> Any:
-        """The documents, `i32[C]`, and the places in them, in lexicographic order of the reversed text up to each
-        place."""
+        """Arrays for look-ups in the documents, arguments of the compiled programs; None without documents. "text":
+        `i32[C]`, the documents; "order": the indices of their tokens, sorted lexicographically by the text that ends at
+        each of them, read backwards."""
         text = super().weights
         if text is None:
             return None
@@ -97,8 +98,8 @@ class SuffixAutomaton(FromText, Draft):
         return dict(text=text, order=order[usable].astype(np.int32))
 
     def init(self, params: Params, s: State) -> Any:
-        """Returns the length of the match at each place, `i32[B, N]`: that of the longest common suffix of the text and
-        of the text up to this place."""
+        """Returns the state, `i32[B, N]`: for each index in a row's text, the number of tokens up to and including it
+        that equal the last tokens of the text."""
         return jax.vmap(common_suffixes)(known(s), s.length)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:

@@ -220,7 +220,8 @@ def stand(lm: Any, order: Count = 3, k: Count = 10, share: bool = True, warm: Me
 
 
 def hashed(s: State) -> Array:
-    """Returns hashes of the prompts, `i32[B]`. If two prompts have the same hash, only their drafts are shared."""
+    """Returns a hash of each row's prompt, `i32[B]`. Rows with the same prompt share their drafts; a collision of
+    different prompts affects only which drafts are made."""
     place = jnp.arange(s.tokens.shape[1], dtype=jnp.uint32)
     mixed = (s.tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)

@@ -103,7 +103,7 @@ class TokenRecycling(Draft):
 
     @property
     def size(self) -> int:
-        """Number of entries of the matrix."""
+        """Number of entries of the flat array in which the matrix of candidate tokens is stored: `(1 + k) * rows`."""
         return (1 + self.k) * self.rows
 
     @property

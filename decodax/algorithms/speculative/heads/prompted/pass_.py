@@ -87,7 +87,12 @@ def pass_(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
 
 
 def look_ahead(lm: Any, draft: Any, *systems: str) -> LookAheadEmbeddings:
-    """Returns the source of drafts for a target, from trained embeddings; the arguments are those of `trained`.
+    """Returns the drafting source of a target from trained look-ahead embeddings.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods for which it may have been trained, the most likely first.
 
     Raises:
         ValueError: as in `trained`, or the drafter has other weights.

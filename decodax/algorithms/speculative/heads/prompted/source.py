@@ -62,7 +62,7 @@ class PromptTokens(Source):
         object.__setattr__(self, "model", network_of(self.model)[0])
 
     def for_vocabulary(self, size: int) -> PromptTokens:
-        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
+        """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property
@@ -114,7 +114,13 @@ class PromptTokens(Source):
 
 
 def prompt_tokens(lm: Any, draft: Any, *systems: str) -> PromptTokens:
-    """Returns the source of drafts for a target, from trained probes; the arguments are those of `trained`.
+    """Returns the drafting source of a target from trained prompt tokens: extra inputs whose outputs in the target's
+    own forward pass predict further tokens.
+
+    Args:
+        lm: the target, a result of `decodax.load`.
+        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
+        systems: names of the methods for which it may have been trained, the most likely first.
 
     Raises:
         ValueError: as in `trained`, or the drafter has a network.
