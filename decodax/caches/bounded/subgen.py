@@ -49,7 +49,7 @@ from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_a
 @struct
 class Sketch(Struct):
     """A sketch of the older tokens of a layer: `C` clusters of keys with `t` keys drawn from each, and `s` tokens drawn
-    from all. It stands for one row, or for several with leading axes.
+    from all. Its arrays are those of one row, or of several rows with leading axes.
 
     Attributes:
         centres: `f32[..., G, C, d]`, the first key of each cluster.
