@@ -48,7 +48,8 @@ def moved(shape: KVLayer, x: Array, by: Array) -> Array:
 
 
 def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
-    """Applies the mean of the rotations by `positions` (`i32[n]`) to `x` (`f[..., d]`)."""
+    """Rotates `x` (`f[..., d]`) by each of the angles of `positions` (`i32[n]`), and returns the mean of the `n`
+    results, `f[..., d]`."""
     rope = rope_of(shape)
     if rope is None:
         return x

@@ -38,7 +38,8 @@ CHUNK = 256
 
 
 def low_frequencies(x: Array, count: int) -> Array:
-    """Compresses `n` tokens (`f32[n, ...]`) to `count` tokens (`f32[count, ...]`) by their lowest frequencies."""
+    """Compresses `n` tokens (`f32[n, ...]`) to `count` (`f32[count, ...]`): keeps the lowest frequencies of their
+    discrete cosine transform along the token axis, and transforms them back."""
     spectrum = fft.dct(x, axis=0, norm="ortho")[:count]
     return fft.idct(spectrum, axis=0, norm="ortho") * (count / len(x)) ** 0.5
 
@@ -179,7 +180,8 @@ class FreqKVConfig(KVConfig):
 
     @property
     def kept(self) -> int:
-        """Number of slots after the sinks that a compression leaves."""
+        """Number of tokens that remain of those after the sinks when the cache is compressed: `ratio` of their
+        slots."""
         return int((self.size - self.sinks) * self.ratio)
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:

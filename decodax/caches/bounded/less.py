@@ -42,7 +42,8 @@ from decodax.pallas_kernels.window_attention import Bias, merge, whole_blocks, w
 
 @struct
 class LayerKernels(Struct):
-    """The kernels of one layer, for `H` query heads and `G` key heads, with `h` hidden channels and rank `r`.
+    """The learned feature maps of one layer: `phi(q) psi(k)` approximates the weight of attention `exp(q k)`. For `H`
+    query heads and `G` key heads, with `h` hidden channels and rank `r`.
 
     Attributes:
         query_in, query_out: `f32[H, d, h]` and `f32[H, h, r]`, the two layers of `phi`.
@@ -61,17 +62,23 @@ class LayerKernels(Struct):
     mix_scale: Array
 
     def phi(self, q: Array, dropped: Array | float = 1.0) -> Array:
-        """Returns the features of queries `f[..., H, d]`: `f32[..., H, r]`, at least 0. The queries must not be scaled
-        for attention.
+        """Returns the features of queries, `f32[..., H, r]`, at least 0. Their products with the features of keys
+        (`psi`) approximate attention weights.
 
         Args:
-            q: the queries.
+            q: `f[..., H, d]`, rotated queries, not scaled for attention.
             dropped: factors of the hidden channels before their activation, for dropout in training.
         """
         return jnp.abs(_two_layers(q, self.query_in, self.query_out, dropped))
 
     def psi(self, k: Array, dropped: Array | float = 1.0) -> Array:
-        """Returns the features of rotated keys `f[..., G, d]`: `f32[..., G, r]`, at least 0. `dropped`: see `phi`."""
+        """Returns the features of keys, `f32[..., G, r]`, at least 0, for products with the features of queries
+        (`phi`).
+
+        Args:
+            k: `f[..., G, d]`, rotated keys.
+            dropped: factors of the hidden channels before their activation, for dropout in training.
+        """
         x = jnp.abs(self.scale) * _two_layers(k, self.key_in, self.key_out, dropped)
         return jnp.abs(x + jnp.einsum("...hr,hrs->...hs", x, self.mix) * self.mix_scale)
 
@@ -84,7 +91,8 @@ def _two_layers(x: Array, first: Array, second: Array, dropped: Array | float) -
 
 @dataclasses.dataclass(frozen=True)
 class LessKernels:
-    """The kernels of all layers: the arrays of `LayerKernels`, each with a leading axis of `L` layers."""
+    """The learned feature maps of queries and keys in all layers of a model: the arrays of `LayerKernels`, each with a
+    leading axis of `L` layers."""
 
     query_in: Constant
     query_out: Constant
@@ -147,7 +155,9 @@ class LessCache(StreamingLLMCache):
     """The first `start_size` tokens, the latest `recent_size` tokens, and a state that sums up all other tokens.
 
     Attributes:
-        states: a tuple with one array `f32[B, G, r, e + 1]` for each layer: `H`, and in the last column `z`.
+        states: a tuple with one array `f32[B, G, r, e + 1]` for each layer: the sum over the other tokens of the outer
+            product of the key's features (`LayerKernels.psi`) and the value; the last column is the sum of the
+            features.
         kind: static; the configuration.
     """
 

@@ -48,13 +48,14 @@ from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_a
 
 @struct
 class Sketch(Struct):
-    """The sketch of a layer's older tokens, for one row or several.
+    """A sketch of the older tokens of a layer: `C` clusters of keys with `t` keys drawn from each, and `s` tokens drawn
+    from all. Its arrays are those of one row, or of several rows with leading axes.
 
     Attributes:
         centres: `f32[..., G, C, d]`, the first key of each cluster.
         counts: `i32[..., G, C]`, number of keys of each cluster; 0: no cluster.
-        keys: `f32[..., G, C, t, d]`, keys drawn from each cluster.
-        tokens: `f32[..., G, s, d + e]`, keys and values drawn from all tokens.
+        keys: `f32[..., G, C, t, d]`, keys drawn uniformly from each cluster.
+        tokens: `f32[..., G, s, d + e]`, keys and values, drawn in proportion to the squared norm of the value.
         mass: `f32[..., G]`, sum of the squared norms of all values.
     """
 
@@ -66,13 +67,14 @@ class Sketch(Struct):
 
 
 def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: float) -> Sketch:
-    """Adds one token to the sketch of a row.
+    """Returns the sketch of a row after one more token.
 
     Args:
-        sketch: the sketch.
+        sketch: the sketch before.
         kv: `f32[G, d + e]`, key and value of the token.
         valid: `bool[]`; False leaves the sketch as it is.
-        draws: `f32[G, t + s]`, random numbers from 0 to 1.
+        draws: `f32[G, t + s]`, random numbers from 0 to 1, for the `t` drawn keys of a cluster and the `s` drawn
+            tokens.
         radius: maximum distance of a key to the first key of its cluster.
     """
     (C, d), t = sketch.centres.shape[1:], sketch.keys.shape[2]
@@ -96,7 +98,7 @@ def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: floa
 
 
 def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, radius: float) -> Sketch:
-    """Adds consecutive tokens to the sketch of a row.
+    """Returns the sketch of a row after consecutive tokens.
 
     Args:
         sketch: the sketch.
@@ -104,7 +106,7 @@ def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, ra
         start: `i32[]`, position of the first token.
         stop: `i32[]`; tokens at positions from `stop` on are ignored.
         seed: a key of `jax.random`. The draws of a token depend on it and on the position.
-        radius: see `taken_in`.
+        radius: maximum distance of a key to the first key of its cluster.
     """
     G, n, _ = kv.shape
     more = sketch.keys.shape[2] + sketch.tokens.shape[1]
@@ -119,11 +121,11 @@ def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, ra
 
 
 def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
-    """Estimates the attention of queries to the tokens of a sketch.
+    """Estimates the attention of queries to all tokens that a sketch stands for.
 
     Args:
         sketch: the sketch of a row.
-        q: `f32[G, r, d]`, scaled queries.
+        q: `f32[G, r, d]`, scaled queries; `r` query heads share a key head.
         d: width of keys.
 
     Returns:
@@ -297,7 +299,7 @@ class SubGenConfig(KVConfig):
         return self.recent + self.every
 
     def key(self, layer: int) -> Array:
-        """Returns the random key of a layer."""
+        """Returns the `jax.random` key of layer number `layer`, from which the draws of its sketch derive."""
         return jax.random.fold_in(jax.random.key(self.seed), layer)
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> SubGenCache:

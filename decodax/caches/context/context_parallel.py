@@ -45,8 +45,9 @@ from decodax.pallas_kernels.window_attention import (
 
 @struct
 class SlotMap(Struct):
-    """Maps each position to a device and a slot: the first positions are laid out in blocks of `2 N` pieces, the others
-    in turn.
+    """Maps each position of a text to one of `N` devices and to a slot of that device. The positions below `fixed` are
+    cut into blocks of `2 N` pieces: device `i` gets pieces `i` and `2 N - 1 - i` of each block, so that all devices do
+    the same amount of causal attention. Later position `p` is on device `p % N`.
 
     Attributes:
         fixed: `i32[B]`, number of first positions of each row that are laid out in blocks.
@@ -63,12 +64,12 @@ class SlotMap(Struct):
         return 2 * self.parts * self.piece
 
     def part(self, at: Array) -> Array:
-        """Returns the device of each position `i32[B, M]`."""
+        """Returns the index of the device that stores each position `at` (`i32[B, M]`): `i32[B, M]`."""
         number = at % self.block // self.piece
         return jnp.where(at < self.fixed[:, None], jnp.minimum(number, 2 * self.parts - 1 - number), at % self.parts)
 
     def slot(self, at: Array) -> Array:
-        """Returns the slot of each position within the part of its device, `i32[B, M]`."""
+        """Returns the slot of each position `at` (`i32[B, M]`) on the device that stores it: `i32[B, M]`."""
         fixed, number = self.fixed[:, None], at % self.block // self.piece
         first = at // self.block * 2 * self.piece + jnp.where(number < self.parts, 0, self.piece) + at % self.piece
         part = at % self.parts
@@ -86,7 +87,8 @@ class SlotMap(Struct):
         return (self.fixed[:, None] - part + self.parts - 1) // self.parts
 
     def position(self, part: Array, slot: Array) -> Array:
-        """Returns the position that is stored in each slot of a device, `i32[B, M]`. `part` and `slot` are `i32[M]`."""
+        """Returns the position whose token belongs in slot `slot[i]` of device `part[i]` (both `i32[M]`), for each row:
+        `i32[B, M]`. It is the inverse of `part` and `slot`."""
         part, slot, c = part[None], slot[None], self.piece
         number, place = jnp.divmod(slot % (2 * c), c)
         first = slot // (2 * c) * self.block + jnp.where(number == 0, part, 2 * self.parts - 1 - part) * c + place
@@ -142,8 +144,13 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
         return bool(self.kv) and self.parts > 1 and free_axes().get(CONTEXT) == self.parts
 
     def held(self, places: SlotMap, length: Array, part: Array | None = None) -> Array:
-        """Returns the position stored in each slot of the device `part`, or of all devices if it is None, `i32[B, 1,
-        S]` or `i32[B, 1, N S]`; -1: empty."""
+        """Returns the position of the token in each slot, `i32[B, 1, slots]`; -1: empty.
+
+        Args:
+            places: the layout of positions.
+            length: `i32[B]`, number of tokens of each row; slots of later positions are empty.
+            part: index of one device, whose `S` slots are meant. None: the `N S` slots of all devices.
+        """
         slots = self.kv[0].shape[2] // self.parts
         index = jnp.arange(slots * self.parts if part is None else slots, dtype=jnp.int32)
         of = index // slots if part is None else jnp.full(slots, part, jnp.int32)

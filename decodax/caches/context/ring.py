@@ -35,7 +35,8 @@ class RingChoice:
     """Chooses between pass-KV and pass-Q from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the
     exchange at the end of pass-Q).
 
-    With `T` new tokens after `P` cached ones, pass-KV is chosen if one of these holds, else pass-Q:
+    Pass-KV sends keys and values between devices, pass-Q queries. With `T` new tokens after `P` cached ones, `N`
+    devices, `H` query heads and `G` key heads, pass-KV is chosen if one of these holds, else pass-Q:
 
     1. `T >= N C G e / (2 H BW)`: the computation takes longer than sending keys and values, which is then hidden.
     2. `T / (T + P) >= 2 G / H - 4 T BW / (N C e)`: the time of sending that computation does not hide is shorter than
@@ -98,7 +99,8 @@ class Queries(NamedTuple):
 
 
 def seen(queries: Queries, keys: Keys, options: dict[str, Any]) -> Partial:
-    """Attends to the keys at positions up to each query's own, half by half."""
+    """Returns causal attention of the queries to the keys at positions up to their own: output `f32[B, W, H, e]` and
+    logarithms of the softmax sums `f32[B, W, H]`. Pairs of halves in which no query attends to a key are skipped."""
     parts = [_seen(half, keys, options) for half in _halves(queries)]
     return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *parts)
 
@@ -148,11 +150,11 @@ def _around(keys: Keys, queries: Queries, found: Partial, parts: int, options: d
 
 def pass_kv(queries: Queries, keys: Keys, cached: Callable[[Array], Keys], blocks: Array, parts: int,
             options: dict[str, Any]) -> Partial:
-    """Computes attention by pass-KV: sends the chunk's keys and values around the ring, then the cached ones block by
-    block.
+    """Computes attention of one device's queries to the keys of all devices, by pass-KV: sends the chunk's keys and
+    values around the ring, then the cached ones block by block.
 
     Args:
-        queries, keys: queries and keys of this device.
+        queries, keys: queries and keys of the chunk on this device.
         cached: returns block `i` of this device's part of the cache.
         blocks: `i32[]`, number of blocks that hold tokens; the same on all devices.
         parts: number of devices.
@@ -167,10 +169,11 @@ def pass_kv(queries: Queries, keys: Keys, cached: Callable[[Array], Keys], block
 
 def pass_q(queries: Queries, keys: Keys, local: Callable[[Queries], Partial], parts: int,
            options: dict[str, Any]) -> Partial:
-    """Computes attention by pass-Q: sends queries around the ring.
+    """Computes attention of one device's queries to the keys of all devices, by pass-Q: sends the queries around the
+    ring, and each device computes attention to its own keys.
 
     Args:
-        queries, keys: queries and keys of this device.
+        queries, keys: queries and keys of the chunk on this device.
         local: computes attention of queries to this device's part of the cache.
         parts: number of devices.
         options: options of `window_attention_lse`.
@@ -194,7 +197,9 @@ def pass_q(queries: Queries, keys: Keys, local: Callable[[Queries], Partial], pa
 
 
 def gathered(parts: Array) -> Partial:
-    """Merges partial results `f32[N, B, W, H, e + 1]`; the last channel is the logarithm of the softmax sum."""
+    """Merges partial results of attention from `N` devices, `f32[N, B, W, H, e + 1]` with the logarithm of the softmax
+    sum in the last channel. Returns the output `f32[B, W, H, e]` and the logarithms of the total sums, `f32[B, W,
+    H]`."""
     out, lse = parts[..., :-1], parts[..., -1]
     top = lse.max(0)
     weights = jnp.exp(lse - top)

@@ -34,7 +34,8 @@ class TokenChunks(Selection):
     chunk_length: Count = 10
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns a table of numbers of chunks, in place of tokens."""
+        """Returns the number of chunks that are kept of each text of 0 to `longest` tokens, `i32[longest + 1]`; it
+        counts chunks where other selections count tokens. `layer` and `depth` are not used."""
         chunks = -(-np.arange(longest + 1) // self.chunk_length)
         if isinstance(budget, int):
             return np.minimum(chunks, max(budget // self.chunk_length, 1)).astype(np.int32)

@@ -19,7 +19,7 @@ from decodax.caches.rotation import moved
 
 def held_of(score: TokenScore, layer: int, depth: int, shape: KVLayer, outputs: Array | None,
             row: tuple[Any, ...]) -> HeldLayer:
-    """Returns the view of one layer of one row for an eviction rule.
+    """Returns the cached entries of one layer of one row as a `HeldLayer`, in the form that an eviction rule takes.
 
     Args:
         score: score of the rule.
@@ -44,13 +44,13 @@ def held_of(score: TokenScore, layer: int, depth: int, shape: KVLayer, outputs: 
 
 def compacted(selection: Selection, view: Callable[[Any], HeldLayer], shape: tuple[int, ...], room: int | None,
               size: int, close_up: bool, row: tuple[Any, ...]) -> tuple[Array, Array, Array | None, Array, Any]:
-    """Returns the arrays of one layer of one row with the kept tokens only: keys and values, positions, starts, counts,
-    and the statistics of the slots.
+    """Evicts tokens from one layer of one row, and returns its arrays with the kept tokens moved together: keys and
+    values, positions, starts, counts, and the statistics of the slots.
 
     Args:
         selection: chooses the kept tokens, if `row` has no mask of them.
         view: makes a `HeldLayer` from the first part of `row`.
-        shape: slots of the result: `[G, S]`, or `[N, SEGMENT]` if heads are packed.
+        shape: slots of the result: `[G, S]`; if heads are packed into segments of one array, `[N, SEGMENT]`.
         room: number of slots for later tokens of a packed head. None: heads are not packed.
         size: maximum number of tokens of a text.
         close_up: whether keys are moved to positions without gaps.

@@ -63,7 +63,7 @@ class DraftedConfig(CacheConfig):
 
     @classmethod
     def checked(cls, kind: CacheConfig, draft: Any, name: str) -> DraftedConfig:
-        """Returns the configuration with these fields.
+        """Returns the configuration with these fields, after a check of `draft`.
 
         Raises:
             ValueError: `draft` is not a model from `decodax.load`.
@@ -106,7 +106,7 @@ def paired(prompt: ReadPrompt, name: str) -> tuple[Model, PyTree, Model, PyTree]
 
 
 def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int) -> Cache:
-    """Returns the cache of a draft model after a prefill.
+    """Prefills prompts with a draft model, and returns its cache.
 
     Args:
         model, weights: the draft model and its weights.
@@ -131,7 +131,7 @@ def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int)
 
 def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: int,
             eos: tuple[int, ...]) -> tuple[Any, Array, Array]:
-    """Decodes greedily.
+    """Continues each row of a draft model's cache greedily, one token at a time.
 
     Args:
         model, weights, cache: the model that decodes, its weights and its cache.
@@ -140,7 +140,8 @@ def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: i
         eos: ids of the end tokens.
 
     Returns:
-        The cache, the tokens `i32[B, count]`, and `bool[B, count]`: True up to the end of each text.
+        The cache, the tokens `i32[B, count]`, and `bool[B, count]`: True for the tokens up to and including each row's
+        first end token.
     """
     def step(carry: tuple[Any, Array, Array], _: None) -> tuple[tuple[Any, Array, Array], tuple[Array, Array]]:
         cache, token, live = carry
@@ -155,7 +156,7 @@ def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: i
 
 
 def newest_of(prompt: ReadPrompt, length: Array) -> Array:
-    """Returns the token at position `length` (`i32[B]`) of each prompt, the first one that is not in the cache,
-    `i32[B]`."""
+    """Returns `prompt.tokens[b, length[b]]` for each row `b` (`length` is `i32[B]`), `i32[B]`: the newest prompt token,
+    which follows the `length` tokens in the cache."""
     last = jnp.minimum(length, prompt.tokens.shape[1] - 1)
     return jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]

@@ -371,7 +371,8 @@ class Eviction(KVConfig):
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
 
     def later(self, size: int) -> int:
-        """Returns the maximum number of tokens added to a head between two evictions, or after the only one."""
+        """Returns the maximum number of tokens that are added to a head after an eviction and before the next one, in
+        texts of up to `size` tokens. If there is only one eviction, all tokens after the prompt count."""
         return min(size, self.every or size if self.new is None else self.every or self.new)
 
     def _in_tokens(self, budget: str, shapes: Sequence[KVLayer], dtype: Any) -> Eviction:

@@ -40,8 +40,8 @@ class FutureQueries(TokenScore):
 
     @property
     def squares(self) -> bool:
-        """True if the score needs the covariance of past queries. `gather` then also sums the outer products of
-        queries."""
+        """True if the score needs the covariance of past queries beside their mean, so that `gather` also sums the
+        outer products of queries. By default False."""
         return False
 
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
@@ -57,7 +57,7 @@ class FutureQueries(TokenScore):
         return gathered.replace(rest=(number + counts.sum(1), total + q.sum(1), *products))
 
     def ahead(self, held: HeldLayer) -> Array:
-        """Returns the next positions, `i32[n_future_positions]`."""
+        """Returns the positions of the next tokens, from `held.length` on: `i32[n_future_positions]`."""
         return held.length + jnp.arange(self.n_future_positions, dtype=jnp.int32)
 
 

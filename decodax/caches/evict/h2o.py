@@ -76,7 +76,8 @@ class Accumulated(TokenScore):
 
 @dataclasses.dataclass(frozen=True)
 class LatestHalf(Top):
-    """Fills half of the budget with the latest tokens, and the other half with the best of the others."""
+    """Keeps the latest tokens in half of the budget (rounded down), and in the rest the tokens of highest score, in
+    each head."""
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
         latest = held.index >= (held.count - count // 2)[:, None]

@@ -52,7 +52,8 @@ class BlockRepresentatives(Selection):
 
     @property
     def least(self) -> int:
-        """The smallest allowed budget: the tokens that are always kept, and the representatives."""
+        """Smallest allowed budget in tokens: the tokens that are always kept, an incomplete block, and the
+        representatives."""
         return self.score.always + self.block_size - 1 + self.kvcrush_budget * self.block_size
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
@@ -68,11 +69,11 @@ class BlockRepresentatives(Selection):
         return held.valid & stays
 
     def blocks(self, worth: Array, within: Array, number: Array) -> Array:
-        """Returns a mask of the blocks to keep, `bool[N]`: the best `number` blocks, and representatives of the others.
-        There are none if there are fewer others than `kvcrush_budget`.
+        """Returns a mask of the blocks to keep, `bool[N]`: the `number` blocks of highest score, and `kvcrush_budget`
+        of the others that represent them. There are no representatives if there are fewer others than that.
 
         Args:
-            worth: `f32[N, P]`, scores of the tokens of each block.
+            worth: `f32[N, P]`, scores of the `P` tokens of each of `N` blocks.
             within: `bool[N]`, the blocks to choose from.
             number: `i32[]`, number of best blocks.
         """

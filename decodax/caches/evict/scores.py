@@ -60,7 +60,7 @@ class HeldLayer(Struct):
 
     @property
     def index(self) -> Array:
-        """Index of each slot, `i32[1, S]`."""
+        """Number of each slot from 0 to `S - 1`, `i32[1, S]`, to compare with counts of slots."""
         return jnp.arange(self.slots, dtype=jnp.int32)[None]
 
     @property
@@ -151,26 +151,39 @@ class TokenScore(Checked, abc.ABC):
 
     @property
     def latest(self) -> int:
-        """Number of latest queries that the score needs (`HeldLayer.queries`)."""
+        """Number of latest queries that the cache stores for the score (`HeldLayer.queries`). By default 0."""
         return 0
 
     @property
     def always(self) -> int:
-        """Number of tokens that are always kept; a budget must be larger."""
+        """Number of tokens of each head that are kept whatever their scores, such as the first or the latest ones. A
+        budget must be larger. By default 0."""
         return 0
 
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        """Returns the statistics of an empty layer with `slots` slots."""
+        """Returns the initial statistics of a layer without tokens; by default none.
+
+        Args:
+            shape: shape of the layer.
+            batch: number of rows.
+            slots: number of slots of each head.
+        """
         return Gathered()
 
     def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        """Returns the statistics of a layer after the tokens `new` were committed."""
+        """Returns the statistics of a layer, updated for newly committed tokens. By default `gathered` itself.
+
+        Args:
+            shape: shape of the layer.
+            gathered: the statistics before.
+            new: queries, keys and values of the new tokens.
+        """
         return gathered
 
     def consult(self, cache: Any, prompt: ReadPrompt) -> Sequence[Gathered]:
-        """Returns the statistics of all layers after prefill, before the first eviction.
+        """Returns the statistics of all layers after prefill, before the first eviction. By default those in `cache`.
 
-        Override this to run the model once more.
+        A score that runs the model once more on the prompt, or on text after it, overrides this.
 
         Args:
             cache: an `Evicting` with all tokens of the prompt.
@@ -180,17 +193,18 @@ class TokenScore(Checked, abc.ABC):
         return gathered
 
     def of_model(self, lm: Any) -> TokenScore:
-        """Returns the score with what it needs of a loaded model beside its layers, such as end tokens; see
-        `CacheConfig.of_model`."""
+        """Returns the score with data that it needs from a loaded model `lm` (a `decodax.LM`), such as the end tokens.
+        By default the score itself."""
         return self
 
     def beyond(self, longest: int) -> int:
-        """Returns the number of further positions that `consult` runs the model on; see `CacheConfig.beyond`."""
+        """Returns the number of extra positions that `consult` runs the model on after a prompt of `longest` tokens,
+        for which memory is needed. By default 0."""
         return 0
 
     def renew(self, held: HeldLayer) -> Any:
-        """Returns `Gathered.slots` with the queries since `HeldLayer.since` included. Called just before an
-        eviction."""
+        """Returns the statistics of the slots (`Gathered.slots`) with the queries since the previous eviction included,
+        just before a new one. By default those of `held`."""
         return held.gathered.slots
 
     @abc.abstractmethod
@@ -204,11 +218,11 @@ def unit(x: Array) -> Array:
 
 
 def by_slot(cache: Any, values: Array) -> Sequence[Gathered]:
-    """Returns the statistics of all layers with `Gathered.slots` set to one value for each cached token.
+    """Returns the statistics of all layers, with one number for each cached token in `Gathered.slots`.
 
     Args:
-        cache: an `Evicting`.
-        values: `[B, N]`, the value of each token of the text.
+        cache: an `Evicting`, whose `gathered` supplies the other statistics.
+        values: `[B, N]`, the number for each token of the text, by position. Empty slots get 0.
     """
     each = jax.vmap(lambda values, at: jnp.where(at >= 0, values[jnp.clip(at, 0, len(values) - 1)], 0))
     return [own.replace(slots=each(values, at).astype(values.dtype))

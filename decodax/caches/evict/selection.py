@@ -28,8 +28,8 @@ Every = Count | None
 
 
 def kept(budget: Budget, longest: int) -> np.ndarray:
-    """Returns a table of the number of tokens to keep for each length of the text up to `longest`, `i32[longest +
-    1]`."""
+    """Returns the number of tokens to keep of each text of 0 to `longest` tokens, `i32[longest + 1]`: at most `budget`
+    tokens, or the share `budget` of the text, rounded down."""
     if isinstance(budget, int):
         return np.minimum(np.arange(longest + 1), budget).astype(np.int32)
     share = float(budget)
@@ -37,8 +37,13 @@ def kept(budget: Budget, longest: int) -> np.ndarray:
 
 
 def best(worth: Array, valid: Array, count: Array) -> Array:
-    """Returns a mask of the `count` (`i32[G]` or `i32[]`) best valid slots of each head, `bool[G, S]`. Of equal scores,
-    the newer slot is better."""
+    """Returns a mask of the filled slots of highest score in each head, `bool[G, S]`.
+
+    Args:
+        worth: `f32[G, S]`, scores. Of equal scores, the newer slot (of higher index) is taken.
+        valid: `bool[G, S]`, the filled slots.
+        count: `i32[G]` or `i32[]`, number of slots to take from each head.
+    """
     slots = worth.shape[-1]
     newer = jnp.arange(slots - 1, -1, -1, dtype=jnp.int32)
     order = jnp.lexsort((jnp.broadcast_to(newer, worth.shape), jnp.where(valid, -worth, jnp.inf), ~valid), axis=-1)
@@ -47,7 +52,8 @@ def best(worth: Array, valid: Array, count: Array) -> Array:
 
 
 def whole(count: Array, share: float) -> Array:
-    """Returns `count * share`, rounded down to an integer."""
+    """Returns `count * share` rounded down, in the dtype int32; 1e-4 is added first, so that rounding errors do not
+    matter."""
     return (count * share + 1e-4).astype(jnp.int32)
 
 
@@ -72,19 +78,29 @@ class Selection(Checked, abc.ABC):
         return dataclasses.replace(self, score=self.score.of_model(lm))     # type: ignore[type-var]
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns a table of the number of tokens that a head of a layer keeps, in the mean over its heads, for each
-        length of the text: `i32[longest + 1]`."""
+        """Returns the number of tokens that a head keeps (the mean over the heads of the layer) for each text of 0 to
+        `longest` tokens, `i32[longest + 1]`.
+
+        Args:
+            budget: number of tokens of a head; below 1, their share of the text.
+            longest: maximum number of tokens of a text.
+            layer, depth: number of the layer, and number of layers of the model.
+        """
         return kept(budget, longest)
 
     def slots(self, table: np.ndarray, heads: int) -> int:
-        """Returns the maximum number of tokens that one head of a layer with this table keeps."""
+        """Returns the maximum number of tokens that one head of a layer keeps, for a layer with `heads` heads and the
+        numbers `table` (from `Selection.table`)."""
         return int(table.max())
 
     def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
-        """Returns the maximum number of tokens that the heads of a layer keep together, if heads may keep different
-        numbers.
+        """Returns the maximum total number of tokens that the heads of a layer keep, if each head may keep another
+        number; they then share one array (`decodax.cache.packed_heads`). None, the default: each head has its own
+        array.
 
-        The heads then share one array (`decodax.cache.packed_heads`). None: each head has its own array.
+        Args:
+            table: the result of `table` for this layer.
+            heads, layer: number of heads of the layer, and number of the layer.
         """
         return None
 
@@ -93,7 +109,13 @@ class Selection(Checked, abc.ABC):
         """Returns a mask of the tokens of a layer to keep, `bool[G, S]`: `count` (`i32[]`) tokens of each head."""
 
     def choose_all(self, held: Sequence[HeldLayer], counts: Sequence[Array]) -> Sequence[Array]:
-        """Returns the masks of all layers, for rules that compare layers."""
+        """Returns a mask of the tokens to keep for each layer, `bool[G, S]`. It is called in place of `choose` if
+        `compares` is True, for rules that compare layers. By default each layer chooses by itself.
+
+        Args:
+            held: the cached entries of each layer.
+            counts: `i32[]` for each layer, number of tokens that each head keeps.
+        """
         return [self.choose(own, count) for own, count in zip(held, counts, strict=True)]
 
 
@@ -109,7 +131,8 @@ class Top(Selection):
 
 @functools.lru_cache(maxsize=32)
 def tables(selection: Selection, budget: Budget | tuple[Budget, ...], longest: int, depth: int) -> Sequence[np.ndarray]:
-    """Returns the table (`Selection.table`) of each layer; layers with equal tables share one array.
+    """Returns for each of `depth` layers the numbers of tokens to keep (`Selection.table`); layers with equal tables
+    share one array.
 
     Raises:
         ValueError: `budget` is a tuple for another number of layers.

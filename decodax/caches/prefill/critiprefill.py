@@ -55,8 +55,8 @@ def criticality(queries: Array, keys: Array, whole: Array) -> Array:
 
 
 class CriticalReader(WholePromptReader):
-    """Replaces the cache while the model runs on a segment, and passes the criticality of each layer on to the next
-    one.
+    """Replaces the cache while the model runs on one segment of a prompt. Each layer computes the criticality of the
+    blocks before the segment, which the next layer combines with its own.
 
     Attributes:
         sparse: `bool[B]`, True for rows whose segment uses sparse attention.
@@ -150,7 +150,7 @@ class CritiPrefillConfig(PrefillConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that a segment attends to."""
+        """Number of blocks before its own segment that a segment attends to in each head, `budget // block_size`."""
         return self.budget // self.block_size
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:

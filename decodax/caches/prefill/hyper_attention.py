@@ -117,8 +117,9 @@ def sampled_attention(q: Array, k: Array, v: Array, count: Array, sample: Array,
 
 
 class Halves(WholePromptReader):
-    """Replaces the cache while the model runs on prompts of up to `N` tokens, the first `length` (`i32[B]`) of which
-    count."""
+    """Replaces the cache while the model runs on whole prompts, and computes causal attention half by half: each half
+    of a text attends to itself, and the second half to the first. `N` is the padded number of tokens, of which row `b`
+    has `length[b]` (`i32[B]`)."""
 
     def __init__(self, base: Dense, kind: HyperAttentionConfig, length: Array, N: int, shapes: tuple[KVLayer, ...]):
         super().__init__(base)
@@ -280,24 +281,31 @@ class HyperAttentionConfig(PrefillConfig):
 
     @property
     def chunk(self) -> int:
-        """Number of queries in one step of exact attention."""
+        """Number of queries whose exact attention is computed in one step; it divides `min_seq_len` and 256."""
         return math.gcd(self.min_seq_len, 256)
 
     def places(self, N: int) -> tuple[list[int], list[int]]:
-        """Returns the sizes and the start positions of all first halves in `N` tokens, in the order of their sizes."""
+        """Returns the sizes and the start positions of the pieces of a text of `N` tokens that are the first of two
+        halves, in ascending order of size. The second half follows each directly."""
         sizes = [self.min_seq_len << i for i in range(N.bit_length()) if self.min_seq_len << i < N]
         found = [(half, start) for half in sizes for start in range(0, N - half, 2 * half)]
         return [half for half, _ in found], [start for _, start in found]
 
     def projected(self, keys: Array, width: int) -> Array:
-        """Returns the projections of each layer, `f32[L, d, R]`, shared by its heads. `keys` has one random key for
-        each layer."""
+        """Returns random projections for the hashes of each layer, `f32[L, d, R]` with `d = width` and `R` projections.
+        The heads of a layer share them. `keys` (`key[L]`) has one `jax.random` key for each layer."""
         one = lambda key: jax.random.normal(jax.random.fold_in(key, 0), (width, self.lsh_num_projs))
         return jax.vmap(one)(keys)
 
     def sampled(self, keys: Array, halves: Sequence[int], starts: Sequence[int], heads: int) -> Array:
-        """Returns sampled columns, drawn with replacement, for the first halves of the given sizes and start positions,
-        `i32[L, P, H, m]`. `keys` has one random key for each layer."""
+        """Draws the sampled columns: for each layer, each of `P` first halves and each query head, the indices of `m`
+        keys within the half, with replacement: `i32[L, P, H, m]`.
+
+        Args:
+            keys: `key[L]`, a `jax.random` key for each layer.
+            halves, starts: sizes and start positions of the first halves, the result of `places`.
+            heads: number of query heads, `H`.
+        """
         def one(key: Array, half: Array, start: Array) -> Array:
             key = jax.random.fold_in(jax.random.fold_in(key, half), start)
             return jax.random.randint(key, (heads, self.sample_size), 0, half, jnp.int32)

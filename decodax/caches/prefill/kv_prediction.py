@@ -52,13 +52,14 @@ KeysAndValues = Sequence[tuple[Array, Array]]
 
 @struct
 class KVMaps(Struct):
-    """Linear maps from the cache of an auxiliary model to that of the target model.
+    """Linear maps that predict the keys and values of a target model from those of an auxiliary model, which has `G'`
+    key heads with keys of width `d'` and values of width `e'`.
 
     Attributes:
         keys: for each layer of the target model `f32[G' d' + 1, G d]`, the map from the keys of all heads of an
             auxiliary layer, concatenated; the last row is the bias.
         values: the maps of values in the same form, `f32[G' e' + 1, G e]`.
-        layers: static; the auxiliary layer from which each layer is predicted.
+        layers: static; for each target layer the index of the auxiliary layer from which it is predicted.
     """
 
     keys: tuple[Array, ...]
@@ -66,7 +67,8 @@ class KVMaps(Struct):
     layers: tuple[int, ...] = static()
 
     def check(self, of: Sequence[KVLayer], to: Sequence[KVLayer]) -> None:
-        """Raises ValueError unless the maps fit the layers `of` the auxiliary model and the layers `to` predict."""
+        """Raises ValueError unless the maps have the sizes to predict the layers `to` of a target model from the layers
+        `of` of an auxiliary model."""
         if not len(self.layers) == len(self.keys) == len(self.values) == len(to):
             raise ValueError(f"maps: got {len(self.keys)} of keys, {len(self.values)} of values and {len(self.layers)} "
                              f"layers to read, takes one for each of the {len(to)} layers")
@@ -83,13 +85,14 @@ class KVMaps(Struct):
 
     def predicted(self, of: Sequence[KVLayer], to: Sequence[KVLayer], entries: KeysAndValues,
                   positions: Array) -> list[tuple[Array, Array]]:
-        """Returns predicted keys, not rotated yet, and values of the layers `to`, in float32.
+        """Returns a pair of predicted keys `f32[B, W, G, d]`, not rotated yet, and values `f32[B, W, G, e]` for each
+        layer of the target model.
 
         Args:
-            of: layers of the auxiliary model.
-            to: layers of the target model.
+            of: shapes of the layers of the auxiliary model.
+            to: shapes of the layers of the target model.
             entries: keys and values of the auxiliary layers; keys are rotated to `positions`.
-            positions: `i32[B, W]`.
+            positions: `i32[B, W]`, positions of the tokens.
         """
         found = []
         for layer, shape, *maps in zip(self.layers, to, self.keys, self.values, strict=True):

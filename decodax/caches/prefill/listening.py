@@ -14,7 +14,8 @@ from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 
 class Passing(Cache):
-    """Base of caches that store nothing, for models whose layers all have keys and values."""
+    """Base of caches that store nothing: each call of the model attends to its own window only. They take models whose
+    layers all have keys and values. Implement `heard`."""
 
     @property
     def capacity(self) -> int:
@@ -30,8 +31,15 @@ class Passing(Cache):
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None,
               sinks: Array | None = None) -> tuple[Array, PyTree]:
-        """Computes attention within the window, and returns its output and the entry of the layer; see
-        `Cache.attend`."""
+        """Computes attention of the queries to the keys of the window alone.
+
+        Args:
+            layer, q, k, v, window, scale, sliding, softcap, bias, sinks: see `Cache.attend`.
+
+        Returns:
+            The output `f[B, W, H, e]`, and the entry of the layer, a pytree of arrays that the model returns in
+            `Out.entries`.
+        """
 
     def commit(self, entries: Entries, slots: Array) -> Self:
         return self
@@ -39,7 +47,8 @@ class Passing(Cache):
 
 @struct
 class Listening(Passing):
-    """A cache that stores nothing. Its entries are pairs of keys `f[B, W, G, d]` and values `f[B, W, G, e]`.
+    """A cache that stores nothing and shows the keys and values of each layer to its caller: the entries that the model
+    returns are pairs of keys `f[B, W, G, d]` and values `f[B, W, G, e]`.
 
     Attributes:
         added: pairs that are added to the keys and values of each layer, to compute gradients with respect to keys and

@@ -77,7 +77,7 @@ def read_sizes(table: str | Path | Sequence[Mapping[Any, Sequence[Any]]]) -> Hea
 
 
 class SegmentReader(WholePromptReader):
-    """Replaces the cache while the model runs on a segment.
+    """Replaces the cache while the model runs on one segment of a prompt, and computes the segment's attention.
 
     Attributes:
         sparse: `bool[B]`, True for rows with sparse attention; None: all rows use full attention.

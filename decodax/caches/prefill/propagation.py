@@ -61,7 +61,8 @@ class Decoupled(Top):
 
 
 def at_least(table: np.ndarray, window: int) -> np.ndarray:
-    """Raises the numbers of a table, so that each text keeps at least its latest `window` tokens."""
+    """Returns `table`, the number of tokens to keep of each text of 0 to `n` tokens (`i32[n + 1]`), with each number
+    raised to at least `window` or, for shorter texts, all tokens."""
     return np.maximum(table, np.minimum(np.arange(len(table)), window)).astype(np.int32)
 
 
@@ -115,12 +116,13 @@ class Propagation(CacheConfig):
         return layer
 
     def numbers(self, size: int) -> np.ndarray:
-        """Returns a table of the number of tokens that are passed on, for each length of the prompt, `i32[size +
-        1]`."""
+        """Returns the number of tokens that layer `layer` passes on to later layers, for each prompt of 0 to `size`
+        tokens, `i32[size + 1]`."""
         return at_least(kept(self.passed, size), self.chooser.always)
 
     def placed(self, depth: int) -> Eviction:
-        """Returns the eviction for a model of `depth` layers."""
+        """Returns the eviction rule for a model of `depth` layers, with the number of the layer that passes tokens on
+        filled in."""
         chosen = self.eviction.selection
         if isinstance(chosen, Decoupled):
             chosen = dataclasses.replace(chosen, layer=self.at(depth), passed=self.passed)
@@ -239,8 +241,9 @@ class ReadInPart(Wrapper):
 
 
 class Among:
-    """Replaces the cache while chosen tokens attend only to each other. Appends keys, values and scaled queries of each
-    layer to `made`."""
+    """Replaces the cache while the model runs on chosen tokens of a prompt, which attend only to each other. The tuple
+    of keys, values and scaled queries of each layer is appended to the list `made`. `given` are the rows' inputs
+    (`Cache.inputs`)."""
 
     def __init__(self, made: list[Any], given: PyTree):
         self.made, self.inputs = made, given

@@ -79,7 +79,8 @@ def diagonal_sums(weights: Array, end: Array) -> Array:
 
 def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tuple[int, int], first: int,
             near: int) -> tuple[Array, Array]:
-    """Returns the columns and the distances to keep, `i32[B, V]` and `i32[B, D]`, padded with -1.
+    """Returns the columns (keys) and the distances between query and key that sparse attention keeps, `i32[B, V]` and
+    `i32[B, D]`, padded with -1: those with the largest sums of weights.
 
     Of equal scores the earlier column and the smaller distance are kept.
 
@@ -100,7 +101,8 @@ def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tup
 
 
 def marks(index: Array, size: int) -> Array:
-    """Returns a mask of the numbers in `index` (`i32[B, n]`), `bool[B, size]`; negative numbers are ignored."""
+    """Returns a mask of the numbers from 0 to `size - 1` that occur in `index` (`i32[B, n]`), `bool[B, size]`; negative
+    numbers in it are ignored."""
     at = jnp.where(index >= 0, index, size)
     return jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop"))(at)
 
@@ -117,12 +119,13 @@ def farthest_below(distances: Array, size: int) -> Array:
 
 
 def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Array, Array]:
-    """Returns the end of each block's next tile, `i32[B, J]`, and True if there is one, `bool[B, J]`.
+    """Returns the position where the next tile of keys ends that each of `J` blocks of queries loads, `i32[B, J]`, and
+    whether there is one, `bool[B, J]`.
 
     Args:
         below: `i32[B, S + 1]`, the result of `farthest_below`.
         end: `i32[J]`, positions where the blocks of queries end.
-        last_end: `i32[B, J]`, end of the last tile; 0: there is none yet.
+        last_end: `i32[B, J]`, where the tile that the block loaded last ends; 0: none yet.
         block: number of keys of a tile.
     """
     far = jnp.take_along_axis(below, jnp.clip(end - last_end, 0, below.shape[1] - 1), 1)
@@ -131,15 +134,15 @@ def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Ar
 
 def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Array, distances: Array, *, scale: float,
                      block: int, bias: FixedBias | None = None, sink: Array | None = None) -> Array:
-    """Returns attention of a segment of queries to the kept columns and to the tiles of the kept distances, `f32[B, W,
-    e]`.
+    """Returns causal attention of the queries of a segment, in one head, to the keys of the kept columns and of the
+    tiles that cover the kept distances, `f32[B, W, e]`.
 
     Args:
         q: `f[B, W, d]`; `W` is a multiple of `step_of`.
         kv: `f[B, S, d + e]`, keys and values up to the segment's end; `S` is larger than `block`.
         start: `i32[]`, position of the first query.
         stop: `i32[]`, position where the queries end; later queries get zeros.
-        columns, distances: the result of `pattern`.
+        columns, distances: `i32[B, V]` and `i32[B, D]`, the result of `pattern`.
         scale: factor of the scores.
         block: number of queries of a block, and of keys of a tile.
         bias: added to the scores; it must be the same for all heads, as a bias without arrays is.

@@ -38,7 +38,8 @@ class ReadAtOnce(PromptPhase):
 
 @struct
 class Collected(PromptPhase):
-    """A cache that only counts the tokens of a prompt while its chunks arrive.
+    """A cache that only counts the tokens of a prompt, while prefill passes it chunk by chunk and no layer runs.
+    `finish_prefill` then prefills all of them.
 
     Attributes:
         length: `i32[B]`, number of tokens so far.
@@ -99,7 +100,8 @@ class PrefillConfig(PaperConfig):
 
 
 class WholePromptReader:
-    """Replaces the cache while the model runs on a part of a prompt. Derived classes implement `attend`."""
+    """Replaces the cache `base` while the model runs on a part of a prompt, to compute its attention. Derived classes
+    implement `attend`."""
 
     def __init__(self, base: Any):
         self.base = base
@@ -119,6 +121,7 @@ def segment(tokens: Array, start: Array, width: int, stop: Array) -> Window:
 
 
 def slots_of(window: Window, out: Out) -> Array:
-    """Returns the slots for the commit of a window, `i32[B, W]`: the position of each live node, -1 for dead ones. They
-    depend on the output `out`, since XLA on CPU would otherwise copy the cache to protect its readers."""
+    """Returns the positions at which a cache stores the entries of a window (the argument of `Cache.commit`), `i32[B,
+    W]`: the position of each live node, -1 for dead ones. They depend on `out`, the model's output for the window,
+    since XLA on CPU would otherwise copy the cache to protect its readers."""
     return jnp.where(window.live & jnp.isfinite(out.hidden).all(-1), window.positions, -1)

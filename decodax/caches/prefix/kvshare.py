@@ -36,13 +36,14 @@ from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_a
 
 @struct
 class KVShareCache(KeyValues, PromptPhase, Refreshes):
-    """All tokens in the order of positions, with statistics of the reused ones.
+    """All tokens in the order of positions. Tokens whose keys and values were reused from another text are recomputed
+    little by little.
 
     Attributes:
-        kv: for each layer `f[B, G, S, d + e]`.
-        attention: `f32[B, S]`, attention that each token has received; see `PrefixReuse`.
-        change: `f32[B, S]`, change of each token's value; see `PrefixReuse`. Tokens with a change above 0 are still to
-            be recomputed.
+        kv: for each layer `f[B, G, S, d + e]`, keys and values.
+        attention: `f32[B, S]`, attention that each token has received from queries so far; see `PrefixReuse`.
+        change: `f32[B, S]`, difference between the new value of each reused token and the reused one; see
+            `PrefixReuse`. Tokens with a change above 0 are still to be recomputed.
         asked: `bool[B]`, True if a token was committed since the last recomputation.
         length: `i32[B]`, number of tokens of the verified text.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
@@ -63,7 +64,7 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
 
     @property
     def left(self) -> Array:
-        """`bool[B]`: rows with tokens that are still to be recomputed."""
+        """`bool[B]`: True for rows with reused tokens that are still to be recomputed."""
         return (self.change > 0).any(1)
 
     def max_commit(self) -> Array | None:
@@ -152,8 +153,8 @@ class Replacing(KeyValues):
     widths: tuple[int, ...] = static()
 
     def over(self, layer: int, k: Array, v: Array) -> Array:
-        """Returns the keys and values of a layer, `f[B, G, S, d + e]`, with those of the window's nodes at their
-        positions."""
+        """Returns the stored keys and values of a layer, `f[B, G, S, d + e]`, with `k` (`f[B, W, G, d]`) and `v` (`f[B,
+        W, G, e]`) of the window's nodes written at the positions `at`. The stored array is not changed."""
         return write(self.kv[layer], jnp.concatenate([k, v], -1), self.at)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,

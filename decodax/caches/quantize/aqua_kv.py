@@ -38,14 +38,16 @@ from decodax.core.capabilities import ReadPrompt
 
 @dataclasses.dataclass(frozen=True)
 class Predictors:
-    """Linear maps between layers, and the grids to which residuals are quantized.
+    """Linear maps that predict the keys and values of each layer, and the grids of pairs to which the errors are
+    quantized.
 
     Attributes:
-        keys: `f32[L, G d + 1, G d]`, maps to the keys of each layer, with biases in the last row. The map of the first
-            layer is not used.
-        values: `f32[L, G d + G e + 1, G e]`, maps to the values of each layer, in the same form.
-        grid: `f32[N, 2]`, pairs for all layers but the first.
-        first: `f32[N, 2]`, pairs for the first layer.
+        keys: `f32[L, G d + 1, G d]`, maps from the keys of the previous layer to those of each layer, with biases in
+            the last row. The map of the first layer is not used.
+        values: `f32[L, G d + G e + 1, G e]`, maps from the keys of the layer and the values of the previous one to its
+            values, in the same form.
+        grid: `f32[N, 2]`, the `N` points to which pairs of numbers are quantized in all layers but the first.
+        first: `f32[N, 2]`, those for the first layer.
     """
 
     keys: Constant
@@ -86,8 +88,13 @@ class HIGGS:
         return (len(self.grid.value) - 1).bit_length()
 
     def encode(self, x: Array) -> tuple[Array, Array]:
-        """Encodes `x`, `f[n, c]`. Returns indices of pairs, `u8[n, c / 2 * bits / 8]`, and norms of groups of `g`
-        channels, `f[n, c / g]`."""
+        """Quantizes vectors `x`, `f[n, c]`.
+
+        Returns:
+            The index of the nearest grid point for each pair of channels, packed to `u8[n, c / 2 * bits / 8]` where
+            they fill whole bytes, else `u8[n, c / 2]`; and the norm of each group of `g` transformed channels, `f[n, c
+            / g]`.
+        """
         n, c = x.shape
         g = transform_size(c, self.most)
         groups = x.astype(jnp.float32).reshape(n, -1, g)

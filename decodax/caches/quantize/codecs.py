@@ -100,7 +100,7 @@ class Codec(abc.ABC):
 
     @property
     def unit(self) -> int:
-        """Number of tokens that are encoded together."""
+        """Number of consecutive tokens that are encoded together; codes are computed for multiples of it."""
         return 1
 
     @abc.abstractmethod
@@ -119,16 +119,29 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span | None = None) -> Array:
-        """Returns the decoded keys and values, `f[G, n, d + e]`."""
+        """Returns the decoded keys and values of one layer of one row, `f[G, n, d + e]`.
+
+        Args:
+            shape: shape of the layer.
+            codes: the codes, a result of `encode`.
+            dtype: dtype of the result.
+            span: position and layer of the tokens; None unless `needs_positions`.
+        """
 
     def below(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span) -> PyTree:
-        """Returns the values from which the next layer's tokens are predicted, arrays `[n, ...]`, given the codes of
-        this layer. None: there is no prediction."""
+        """Returns the values from which the next layer's tokens are predicted, computed from the codes of this layer, a
+        pytree of arrays `[n, ...]`. None, the default: the codec does not predict layers from each other."""
         return None
 
     def reads(self, layer: int, coded: Array, study: PyTree) -> Array | None:
-        """Returns the number of encoded tokens that each head attends to, `i32[B, G]`, the first ones of `coded`
-        (`i32[B]`). None: all."""
+        """Returns the number of encoded tokens that each head attends to, `i32[B, G]`: the first ones. None, the
+        default: all.
+
+        Args:
+            layer: number of the layer.
+            coded: `i32[B]`, number of encoded tokens of each row.
+            study: the result of `study` for this layer.
+        """
         return None
 
     def for_drafts(self) -> Codec | None:
@@ -194,8 +207,8 @@ class WholeTokens(Struct):
                    kv=jnp.pad(kv[:, :, :count], ((0, 0), (0, 0), (0, more), (0, 0))))
 
     def put(self, decoded: Array, start: Array) -> Array:
-        """Returns decoded tokens of one row, `f[G, n, d + e]` from position `start` on, with the unquantized ones in
-        their places."""
+        """Returns `decoded` (`f[G, n, d + e]`, the decoded tokens of one row from position `start` on) with the
+        unquantized tokens written over those at their positions."""
         at = self.at - start
         return decoded.at[:, jnp.where((at >= 0) & (self.at >= 0), at, decoded.shape[1])].set(
             self.kv.astype(decoded.dtype), mode="drop")

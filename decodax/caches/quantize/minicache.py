@@ -34,12 +34,13 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class SharedDirections(Struct):
-    """Keys, or values, of a pair of layers, for one row or several.
+    """The keys (or the values) of a pair of layers: one direction for each token, and its norm in each layer. The
+    arrays are those of one row, or of several rows with leading axes.
 
     Attributes:
         direction: `f[..., S, d]`, the common direction of each token.
         lengths: `f[..., S, 2]`, norms in the earlier and in the later layer.
-        at: `i32[..., R]`, tokens that are stored exactly; `S`: none.
+        at: `i32[..., R]`, indices of the tokens that are stored exactly; `S`: none.
         earlier, later: `f[..., R, d]`, these tokens in both layers.
     """
 

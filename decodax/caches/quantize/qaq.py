@@ -39,7 +39,8 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class Pool(Struct):
-    """The keys or the values of a prompt in one layer, for one row or several. All numbers of a token form one unit.
+    """The keys or the values of a prompt in one layer, for one row or several. The codes of all numbers of a token form
+    one unit of bytes.
 
     Attributes:
         codes: `u8[..., P]`, the concatenated units.
@@ -60,18 +61,24 @@ class Pool(Struct):
 
 
 def needed(spread: Array, error: Array | float, least: int, most: int) -> Array:
-    """Returns the smallest number of bits from `least` to `most` that keeps the error below `error`, for numbers in a
-    range of size `spread` (`f32[S]`): `i32[S]`."""
+    """Returns the smallest number of bits with which each token's numbers are quantized to an error of at most `error`,
+    clipped to `least` and `most`: `i32[S]`.
+
+    Args:
+        spread: `f32[S]`, difference between the largest and the smallest number of each token.
+        error: allowed error, `f32[S]` or one for all tokens.
+        least, most: minimum and maximum number of bits.
+    """
     bits = jnp.ceil(jnp.log2(spread / (2 * error) + 1))
     return jnp.clip(jnp.where(jnp.isfinite(bits), bits, least), least, most).astype(jnp.int32)
 
 
 def key_error(length: Array, target: float, norm: float) -> Array:
-    """Returns the allowed error of keys, `f32[]`.
+    """Returns the quantization error of keys that keeps the error of attention's output below `target`, `f32[]`.
 
     Args:
         length: number of tokens of the text.
-        target: allowed error of the output of attention.
+        target: allowed error of the output.
         norm: norm of the queries.
     """
     n = length.astype(jnp.float32)
@@ -79,11 +86,12 @@ def key_error(length: Array, target: float, norm: float) -> Array:
 
 
 def value_error(length: Array, target: float, paid: Array) -> Array:
-    """Returns the allowed error of values, `f32[S]`.
+    """Returns the quantization error of each token's value that keeps the error of attention's output below `target`,
+    `f32[S]`.
 
     Args:
         length: number of tokens of the text.
-        target: allowed error of the output of attention.
+        target: allowed error of the output.
         paid: `f32[S]`, maximum attention weight of each token.
     """
     return jnp.sqrt(12 / jnp.maximum(length, 1).astype(jnp.float32)) * target / paid
@@ -256,8 +264,8 @@ class QAQConfig(FittedConfig):
             raise ValueError(f"target_quantization_error: got {self.target_quantization_error}, takes numbers above 0")
 
     def apart(self, numbers: int) -> tuple[int, int]:
-        """Returns the range of a token's sorted numbers that are encoded, as the bounds of a slice; the others are
-        outliers."""
+        """Returns start and stop of the slice of a token's `numbers` sorted numbers that are encoded. Those before and
+        after it are outliers, which are stored unquantized."""
         if not self.outliers_ratio:
             return 0, numbers
         return math.ceil(self.outliers_ratio / 2 * numbers), math.floor((1 - self.outliers_ratio / 2) * numbers)

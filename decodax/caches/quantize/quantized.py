@@ -34,7 +34,8 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
     """Codes of the older tokens, and the latest tokens unquantized.
 
     Attributes:
-        codes: for each layer the codes, arrays `[B, G, S * c, ...]`.
+        codes: for each layer the codes, arrays `[B, G, S * c, ...]` for `S` tokens, where `c` differs between arrays
+            (`Codec.encode`).
         rest: for each layer `f[B, G, R, d + e]`, a ring: the token with index `p` in the cache is in slot `p % ring`.
         length: `i32[B]`, number of tokens of the text.
         gone: `i32[B]`, number of prompt tokens that were evicted: a token at position `p` after the prompt has index `p
@@ -62,17 +63,17 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
 
     @property
     def slots(self) -> int:
-        """Number of tokens for which there is memory for codes."""
+        """Number of tokens of each row for whose codes the cache has memory."""
         return self.kind.slots(self.most)
 
     @property
     def whole(self) -> Array:
-        """`i32[B]`: number of tokens that are not encoded."""
+        """`i32[B]`: number of latest tokens that are stored unquantized; the tokens before them are encoded."""
         return self.kind.whole(self.held)
 
     @property
     def held(self) -> Array:
-        """`i32[B]`: number of tokens in the cache."""
+        """`i32[B]`: number of tokens in the cache, encoded or not: those of the text without evicted ones."""
         return self.length - self.gone
 
     def room(self, running: Array) -> Array | None:
@@ -274,16 +275,22 @@ class QuantizedConfig(KVConfig):
 
     @property
     def ring(self) -> int:
-        """Maximum number of unquantized tokens."""
+        """Largest number of tokens of a row that are stored unquantized, the size of the ring that stores them."""
         return self.keep + self.residual_length
 
     def whole(self, held: Array) -> Array:
-        """Returns the number of unquantized tokens if the cache has `held` (`i32[B]`) tokens."""
+        """Returns the number of latest tokens that are unquantized in a cache with `held` (`i32[B]`) tokens:
+        `i32[B]`."""
         return jnp.where(held < self.keep, held, self.keep + (held - self.keep) % self.residual_length)
 
     def places(self, coded: Array, slots: int) -> Array:
-        """Returns the index in the cache of the token in each slot of the ring, `i32[B, slots]`, if `coded` (`i32[B]`)
-        tokens are encoded; a large number for slots outside of the ring."""
+        """Returns the index of the token in each slot of the ring of unquantized tokens, `i32[B, slots]`. Index 0 is
+        the first token in the cache.
+
+        Args:
+            coded: `i32[B]`, number of encoded tokens, which come before those in the ring.
+            slots: number of slots of the array; those beyond the ring get the largest int32.
+        """
         slot = jnp.arange(slots, dtype=jnp.int32)
         at = coded[:, None] + (slot - coded[:, None]) % self.ring
         return jnp.where(slot < self.ring, at, jnp.iinfo(jnp.int32).max)

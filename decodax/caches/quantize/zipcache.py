@@ -41,13 +41,14 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class Grade(Struct):
-    """Tokens with the same number of bits, for one row or several, quantized in up to `E` groups.
+    """Tokens that are quantized with the same number of bits, each in one of up to `E` groups (the tokens that were
+    quantized at the same time). The arrays are those of one row, or of several rows with leading axes.
 
     Attributes:
-        keys, values: `u8[..., G, S, d * bits / 8]`, codes; `e` in place of `d` for values.
-        key_steps, key_lows: `f[..., G, E, d]`, steps and zero points of keys.
-        value_steps, value_lows: `f[..., G, S]`, those of values.
-        scales: `f[..., G, E, e]`, scales of the channels of values.
+        keys, values: `u8[..., G, S, d * bits / 8]`, packed codes; `e` in place of `d` for values.
+        key_steps, key_lows: `f[..., G, E, d]`, steps and zero points of keys, for each group and channel.
+        value_steps, value_lows: `f[..., G, S]`, those of values, for each token.
+        scales: `f[..., G, E, e]`, factors of the channels of decoded values, for each group.
     """
 
     keys: Array
@@ -117,7 +118,14 @@ def graded(kv: Array, valid: Array, scales: Array, d: int, bits: int) -> Grade:
 
 
 def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
-    """Returns decoded keys and values, `f[G, n, d + e]`. `event` (`i32[n]`) is the group of each token."""
+    """Decodes the tokens of one row: returns keys and values, `f[G, n, d + e]`.
+
+    Args:
+        own: the quantized tokens.
+        event: `i32[n]`, the index of each token's group in `Grade.key_steps` and `Grade.scales`.
+        bits: number of bits of a code.
+        dtype: dtype of the result.
+    """
     keys = unpack(own.keys, bits).astype(dtype) * own.key_steps[:, event] + own.key_lows[:, event]
     values = unpack(own.values, bits).astype(dtype) * own.value_steps[..., None] + own.value_lows[..., None]
     return jnp.concatenate([keys, values * own.scales[:, event]], -1)
@@ -143,7 +151,8 @@ class ZipCacheCache(Tail, PromptPhase):
 
     @property
     def start(self) -> Array:
-        """`i32[B]`: number of quantized tokens."""
+        """`i32[B]`: number of quantized tokens of each row, which is also the position of the first token that is
+        not."""
         return self.first.sum(1) + self.times * self.kind.stream_gap
 
     def room(self, running: Array) -> Array | None:
@@ -313,12 +322,13 @@ class ZipCacheConfig(KVConfig):
             raise ValueError(f"bits: got {self.bits}, takes 2, 4 or 8 for salient tokens, and for the others")
 
     def each(self, count: int) -> tuple[int, int]:
-        """Returns the numbers of salient and of other tokens among `count` tokens."""
+        """Returns the number of salient tokens and the number of the others, if `count` tokens are quantized
+        together."""
         return count - int(self.unimportant_ratio * count), int(self.unimportant_ratio * count)
 
     def tables(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns three tables over the length of a prompt up to `size`: the position of the first of the latest
-        probes, the number of random probes, and the number of tokens that are not salient."""
+        """Returns three arrays `i32[size + 1]` whose entry `n` is for a prompt of `n` tokens: the position of the first
+        of the latest probes, the number of random probes, and the number of tokens that are not salient."""
         n, half = range(size + 1), self.probe_ratio / 2
         return tuple(np.array(x, np.int32) for x in (       # type: ignore[return-value]
             [min(int(i - half * i), max(i - 1, 0)) for i in n], [int(half * i) for i in n],

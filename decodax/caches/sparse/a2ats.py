@@ -44,11 +44,12 @@ from decodax.core.cache import Cache, Entries, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class KeyBooks:
-    """Codebooks of the keys of a model, one for each head.
+    """Codebooks for the vector quantization of a model's keys, one with `C` centroids for each head.
 
     Attributes:
-        centroids: `f32[L, G, C, d]`, keys before rotation.
-        factors: `f32[L, G, d, d]`, the matrix `L` of the metric.
+        centroids: `f32[L, G, C, d]`, centroids of keys before rotation.
+        factors: `f32[L, G, d, d]`. The distance of a key `k` to a centroid `c` is the norm of `(k - c) factors[layer,
+            head]`, which weights directions by how much the queries use them.
     """
 
     centroids: Constant
@@ -61,7 +62,12 @@ class KeyBooks:
                              "and f32[L, G, d, d]")
 
     def codes(self, layer: int, keys: Array) -> Array:
-        """Returns the nearest centroid of each key, `i32[G, n]`. `keys` is `f[G, n, d]`, before rotation."""
+        """Returns the index of the nearest centroid for each key of a layer, `i32[G, n]`.
+
+        Args:
+            layer: number of the layer.
+            keys: `f[G, n, d]`, keys before rotation.
+        """
         factors = self.factors.value[layer]
         centroids = np.einsum("gcd,gde->gce", self.centroids.value[layer], factors)
         return nearest(jnp.einsum("gnd,gde->gne", keys.astype(jnp.float32), factors), centroids[:, None])[..., 0]

@@ -142,8 +142,15 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         return where, density(scores, there)
 
     def block_limit(self, layer: int, densities: Array, sampled: Array, there: Array, at: Array) -> Array:
-        """Returns the number of blocks that a layer attends to at position `at`, `i32[]`, at most `there`. Only
-        densities of at least `room` positions before count."""
+        """Returns the number of blocks that a layer attends to, `i32[]`, from the densities of all layers. Layers share
+        a budget of blocks; until there are `samples` densities, each gets the same number.
+
+        Args:
+            layer: number of the layer.
+            densities, sampled: `f32[L, M]` and `i32[M]`, those of one row; see the attributes.
+            there: `i32[]`, number of blocks that exist, the maximum of the result.
+            at: `i32[]`, position of the query. Only densities from at least `room` positions before it count.
+        """
         kind = self.kind
         known = (sampled >= 0) & (sampled <= at - kind.room)
         used = known & (jnp.cumsum(known[::-1])[::-1] <= kind.samples)
@@ -295,21 +302,23 @@ class ActQKVConfig(SparseConfig):
 
     @property
     def blocks(self) -> int:
-        """Mean number of blocks that a layer attends to."""
+        """Mean number of blocks that a layer attends to: those of the budget that the first and the latest tokens
+        leave."""
         return (self.budget - self.sinks - self.recent) // self.block_size
 
     def available(self, at: Array) -> Array:
-        """Returns the number of complete blocks before the latest tokens at position `at`."""
+        """Returns the number of complete blocks between the first `sinks` tokens and the latest `recent` ones, for a
+        query at position `at` (an integer array of any shape)."""
         return jnp.maximum((at - self.recent - self.sinks) // self.block_size, 0)
 
     def complete(self, length: Array) -> Array:
-        """Returns the number of blocks whose mean can be computed in a text of `length` tokens, since their tokens are
-        no longer recent."""
+        """Returns the number of blocks whose tokens have all left the latest tokens, so that their mean keys can be
+        computed, in a text of `length` tokens (an integer array of any shape)."""
         return self.available(length + self.room - 1)
 
     def at_one_distance(self, shape: KVLayer, q: Array, at: Array) -> Array:
-        """Returns queries `f32[B, W, H, d]` at positions `i32[B, W]`, rotated to the position of one fixed distance
-        from unrotated keys."""
+        """Returns rotated queries `q` (`f32[B, W, H, d]`, at the positions `at`, `i32[B, W]`) moved to position `recent
+        - 1`. Their products with keys before rotation are scores as if each key were `recent - 1` positions away."""
         return rotated(shape, turned(shape, q, -at), jnp.full_like(at, self.recent - 1))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

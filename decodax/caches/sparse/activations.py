@@ -15,17 +15,20 @@ LONGEST = 1000
 
 @struct
 class Activations(Struct):
-    """Mean and variance of the queries of a layer in the windows so far, both `f32[B, m]` with `m` channels of all
-    heads."""
+    """Running mean and variance of the queries of one layer over the windows of a prompt so far.
+
+    Attributes:
+        mean, variance: `f32[B, m]`, for each of the `m` channels of all heads.
+    """
 
     mean: Array
     variance: Array
 
     def after(self, x: Array, live: Array, count: Array) -> Activations:
-        """Returns the statistics after one more window.
+        """Returns the mean and variance with one more window of queries included.
 
         Args:
-            x: `f32[B, W, m]`, its queries.
+            x: `f32[B, W, m]`, queries of the window.
             live: `bool[B, W]`, nodes that count.
             count: `i32[]`, number of windows before.
         """
@@ -42,8 +45,14 @@ class Activations(Struct):
         return jax.tree.map(lambda old, new: jnp.where(live.any(1)[:, None], new, old), self, new)
 
     def bias(self, x: Array, live: Array) -> Array:
-        """Returns the activation biases of the queries `x` (`f32[B, W, m]`) at live nodes, `f32[B, W]`, which sum to 1;
-        if all are zero, they are equal."""
+        """Returns a weight for each query of a window, `f32[B, W]`: its mean squared distance from the mean in units of
+        the variance, divided by the sum over the window. If all distances are zero, the weights of live nodes are
+        equal.
+
+        Args:
+            x: `f32[B, W, m]`, queries of the window.
+            live: `bool[B, W]`, nodes that count; the others get the weight 0.
+        """
         spread = self.variance + self.variance.mean(-1, keepdims=True) / 100
         off = jnp.square(x - self.mean[:, None]) / jnp.maximum(spread, 1e-30)[:, None]
         off = jnp.where(live, off.mean(-1), 0)
@@ -63,16 +72,25 @@ def cosines(probe: Array, blocks: Array) -> Array:
 
 
 def density(scores: Array, there: Array) -> Array:
-    """Returns the entropy of the softmax over the first `there` (`i32[]`) scores of `f32[N]`, divided by its maximum,
-    `f32[]`; -1 if there are fewer than 2."""
+    """Returns the information density of a layer, `f32[]`: the entropy of the softmax over the first `there` (`i32[]`)
+    of its blocks' scores (`f32[N]`), divided by the maximum entropy. -1 if `there` is below 2."""
     shares = jax.nn.softmax(scores, where=jnp.arange(len(scores)) < there)
     entropy = -(shares * jnp.log(shares + 1e-10)).sum()
     return jnp.where(there > 1, entropy / jnp.log(jnp.maximum(there, 2).astype(jnp.float32)), -1)
 
 
 def divided(densities: Array, total: int, least: Array, most: Array) -> Array:
-    """Divides `total` blocks over layers, and returns the number of each, `i32[L]`. In turn, each layer gets a share of
-    the blocks that are left: its density divided by the sum from it on, clipped to `least` and `most` (`i32[]`)."""
+    """Divides `total` blocks over the layers in proportion to their densities, and returns the number of each,
+    `i32[L]`.
+
+    Layer by layer, the share of the blocks that are left is the layer's density divided by the sum of the densities
+    from it on. The numbers are clipped, so their sum may differ from `total`.
+
+    Args:
+        densities: `f32[L]`, at least 0.
+        total: number of blocks.
+        least, most: `i32[]`, minimum and maximum number of a layer.
+    """
     def one(left: Array, layer: tuple[Array, Array]) -> tuple[Array, Array]:
         own, rest = layer
         part = jnp.round(own / jnp.maximum(rest, 1e-30) * left)

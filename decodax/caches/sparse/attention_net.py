@@ -18,7 +18,8 @@ from decodax.caches.constant import Constant
 
 @dataclasses.dataclass(frozen=True)
 class AttentionNet:
-    """Two convolutions over time and blocks, then the mean over time, then a weighted sum of the channels.
+    """A small network that predicts which blocks of tokens will get attention: two convolutions over time (latest
+    tokens) and blocks, then the mean over time, then a weighted sum of the channels.
 
     Attributes:
         first, first_bias: `f32[c, 1, 3, 3]` and `f32[c]`, the first convolution; `c` is 16 in the paper.

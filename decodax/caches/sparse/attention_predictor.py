@@ -43,8 +43,14 @@ from decodax.pallas_kernels.window_attention import Bias
 
 
 def pooled(weights: Array, at: Array, blocks: int, block: int) -> Array:
-    """Returns the maximum in each block of the weights `f32[n]` of tokens at positions `at` (`i32[n]`, -1: none),
-    `f32[blocks]`."""
+    """Returns the maximum attention weight in each of `blocks` blocks of `block` tokens, `f32[blocks]`.
+
+    Args:
+        weights: `f32[n]`, weights of tokens.
+        at: `i32[n]`, positions of these tokens; -1: none.
+        blocks: number of blocks, counted from position 0.
+        block: number of tokens of a block.
+    """
     where = jnp.where(at >= 0, at // block, blocks)
     return jnp.zeros(blocks, jnp.float32).at[where].max(weights, mode="drop")
 
@@ -210,8 +216,8 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
 
 
 def ring(slots: Array, length: Array, size: int) -> Array:
-    """Returns the indices of nodes in a ring of the latest `size` tokens, `i32[B, W]`; -1 for nodes that are not among
-    them.
+    """Returns the index at which each node is stored in a ring buffer of the latest `size` tokens, its position modulo
+    `size`: `i32[B, W]`; -1 for nodes that are not among the latest.
 
     Args:
         slots: `i32[B, W]`, positions of the nodes; -1: none.
@@ -338,7 +344,7 @@ class AttentionPredictorConfig(SparseConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks to choose."""
+        """Number of blocks that each head chooses: those of the budget that the first and the latest tokens leave."""
         return (self.budget - self.sinks - self.recent) // self.block_size
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

@@ -115,7 +115,9 @@ class ClusterKVCache(IndexedCache):
 
 
 def cluster_slots(clusters: Clusters, q: Array, count: int) -> Array:
-    """Returns the positions of the tokens that queries `f32[G, r, d]` of one row take, `i32[G, r, count]`; -1: none."""
+    """Returns the positions of up to `count` tokens that each query attends to, `i32[G, r, count]`, taken from the
+    clusters whose centroids have the largest products with it; -1: none. `q` is `f32[G, r, d]`, the queries of one
+    row."""
     worth = jnp.einsum("grd,gcd->grc", q, clusters.centroids)
     place = cluster_places(clusters.sizes, clusters.starts, worth, count)
     at = jax.vmap(lambda order, place: order[jnp.clip(place, 0, len(order) - 1)])(clusters.order, place)

@@ -69,7 +69,7 @@ class RetrievedLayer(Struct):
 
     @property
     def begun(self) -> Array:
-        """`i32[...]`: position of the first token of the segment that is being written."""
+        """`i32[...]`: position of the first token of the segment that the newest token belongs to."""
         return jnp.take_along_axis(self.starts, self.newest[..., None], -1)[..., 0]
 
 
@@ -77,7 +77,8 @@ class RetrievedLayer(Struct):
 class LouisKVCache(IndexedCache):
     """All tokens, and for each layer its clusters, segments and last choice.
 
-    An entry holds key, value, query, whether the node is a boundary, and what it chooses.
+    A token whose query differs from the one before is a boundary: it begins a segment and chooses clusters and segments
+    anew. An entry holds key, value, query, whether the node is a boundary, and the positions that it chooses.
 
     Attributes:
         retrieved: the `RetrievedLayer` of each layer; None: the layer attends to all tokens.

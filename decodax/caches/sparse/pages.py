@@ -34,7 +34,8 @@ class PageScore(abc.ABC):
 
     @abc.abstractmethod
     def digest(self, keys: Array) -> Array:
-        """Returns the digests `f[..., m]` of pages whose keys are `f[..., P, d]`."""
+        """Returns a summary (digest) of each page, `f[..., m]`, from its keys, `f[..., P, d]`. Scores of pages are
+        computed from digests alone."""
 
     @abc.abstractmethod
     def __call__(self, q: Array, digests: Array) -> Array:
@@ -94,7 +95,8 @@ class PageCache(SparseCache):
         return jax.vmap(lambda kv, first: lax.dynamic_slice_in_dim(kv, first, count, 1))(self.kv[layer], first)
 
     def first_late_page(self, positions: Array) -> Array:
-        """Returns the first page that queries at positions `i32[...]` always attend to."""
+        """Returns the index of the first page that a query at each position (`i32[...]`) always attends to, since it
+        has one of the latest tokens: `i32[...]`. Earlier pages have to be chosen."""
         return jnp.maximum(positions - self.kind.recent, 0) // self.kind.page_size
 
     def choose(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array]:
@@ -146,8 +148,9 @@ class PageCache(SparseCache):
         return new.replace(digests=tuple(digests))
 
     def filled(self, slots: Array) -> tuple[Array, Array]:
-        """Returns the length after a commit at `slots` (`i32[B, W]`), `i32[B]`, and the pages that it may have filled,
-        `i32[B, n]`; -1 for a page that is not full."""
+        """Returns the length of each row after a commit at positions `slots` (`i32[B, W]`; -1: dropped), `i32[B]`; and
+        the indices of the full pages to which the commit wrote tokens, whose digests have to be computed, `i32[B, n]`,
+        padded with -1."""
         P, W = self.kind.page_size, slots.shape[1]
         length = jnp.maximum(self.length, slots.max(1) + 1)
         first = jnp.where(slots >= 0, slots, self.capacity).min(1) // P
@@ -155,8 +158,13 @@ class PageCache(SparseCache):
         return length, jnp.where((pages + 1) * P <= length[:, None], pages, -1)
 
     def digested(self, layer: int, pages: Array, keys: Array) -> Array:
-        """Returns the digests of a layer, with those of `pages` (`i32[B, n]`; -1: none) computed from their `keys`,
-        `f[B, G, n, P, d]`."""
+        """Returns the digests of a layer, `f[B, G, S / P, m]`, with those of some pages computed anew.
+
+        Args:
+            layer: number of the layer.
+            pages: `i32[B, n]`, the pages; -1: none.
+            keys: `f[B, G, n, P, d]`, their keys.
+        """
         return write(self.digests[layer], self.kind.score.digest(keys).swapaxes(1, 2), pages)
 
 
@@ -182,7 +190,7 @@ class PageConfig(SparseConfig):
 
     @property
     def pages(self) -> int:
-        """Number of pages that a query attends to."""
+        """Number of pages that a query chooses beside those of the latest tokens: `budget` in pages, at least 3."""
         return max(3, self.budget // self.page_size)
 
     def is_sparse(self, capacity: int) -> bool:

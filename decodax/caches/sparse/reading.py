@@ -61,12 +61,13 @@ class SparseCache(KeyValues):
         return is_prefill or self.kind.keeps_dense(layer, self.shapes[layer])
 
     def always(self, layer: int) -> Array | None:
-        """Returns the slots that every node attends to, `i32[B, 1 or G, n]`, with -1 for none. None: there are no such
-        slots."""
+        """Returns the slots that every node of a window attends to beside those it selects, `i32[B, 1 or G, n]`; -1:
+        none. None, the default: there are no such slots."""
         return None
 
     def select_slots(self, layer: int, q: Array, positions: Array) -> Array:
-        """Returns the slots that one query of each row attends to, `i32[B, G or H, n]`; -1: none.
+        """Returns the slots that the queries of one token of each row select to attend to, `i32[B, G, n]` if heads of a
+        group share them, else `i32[B, H, n]`; -1: none.
 
         Args:
             layer: number of the layer.
@@ -89,11 +90,17 @@ class SparseCache(KeyValues):
         return found
 
     def full(self, window: Any) -> Array | None:
-        """Returns a mask of the nodes that attend to all tokens, `bool[B, 1 or W]`. None: no node ever does."""
+        """Returns a mask of the nodes of `window` that attend to all tokens, although the layer is sparse: `bool[B, 1
+        or W]`. None, the default: there are no such nodes."""
         return None
 
     def attend_all(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
-        """Returns attention to the window and to all cached tokens."""
+        """Returns full attention, `f[B, W, H, e]`: the window's nodes attend to the window and to all cached tokens.
+
+        Args:
+            layer, q, k, v, window: see `Cache.attend`.
+            options: the other options of `Cache.attend`, such as `scale`.
+        """
         return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                 key_positions=window.key_positions, **options)
 
@@ -119,7 +126,8 @@ class SparseCache(KeyValues):
         return jnp.where(full[:, :, None, None], everything, out), entry
 
     def commit(self, entries: Entries, slots: Array) -> Self:
-        """Writes keys and values, the first two parts of each entry."""
+        """Writes the keys and values of a window, the first two parts of each layer's entry, at positions `slots`
+        (`i32[B, W]`); -1 drops an entry."""
         if not self.kv:
             return self
         kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
@@ -176,8 +184,8 @@ class SparseConfig(PaperConfig):
         return layer in getattr(self, "skip", ()) or shape.sliding is not None
 
     def check_window(self, nodes: int) -> None:
-        """Raises ValueError if a window has more nodes than the number of latest tokens that are always attended to.
-        Some nodes would then attend to fewer tokens than in plain decoding."""
+        """Raises ValueError if a window of `nodes` nodes is larger than the number of latest tokens that are always
+        attended to. Some nodes would then attend to fewer tokens than in plain decoding."""
         recent = getattr(self, "recent", None)
         if recent is not None and nodes > recent:
             raise ValueError(f"cache: {self.name} takes windows of at most its {recent} recent tokens, got one of "
@@ -209,8 +217,8 @@ def gathered(kv: Array, slots: Array) -> tuple[Array, Array]:
 
 
 def attention_at(kv: Array, q: Array, slots: Array, width: int) -> tuple[Array, Array]:
-    """Returns attention of one query of each row to the slots that it selected, and the logarithms of its softmax sums,
-    as `attention_to` does.
+    """Returns attention of one query of each row to the slots that it selected, and the logarithms of its softmax sums:
+    `f32[B, H, e]` and `f32[B, H]`.
 
     Args:
         kv: `f[B, G, S, d + e]`.
@@ -226,8 +234,8 @@ def attention_at(kv: Array, q: Array, slots: Array, width: int) -> tuple[Array, 
 
 
 def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:
-    """Returns attention of queries to some keys, `f32[N r, e]`, and the logarithms of its softmax sums, `f32[N r]`,
-    about -1e30 if there are no keys.
+    """Returns attention of `r` queries to some of `n` keys in each of `N` heads, `f32[N r, e]`, and the logarithms of
+    its softmax sums, `f32[N r]`, about -1e30 if there are no keys.
 
     Args:
         q: `f32[N, r, d]`, scaled queries.

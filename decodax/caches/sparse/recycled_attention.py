@@ -28,12 +28,13 @@ from decodax.core.cache import Cache, Entries, PyTree
 
 @struct
 class RecycledAttentionCache(SparseCache):
-    """All tokens, and the recorded ones. An entry also holds the scaled query.
+    """All tokens, and the positions of the `K` tokens that got the most attention when a token last attended to all of
+    them. Later tokens attend to these. An entry also holds the scaled query.
 
     Attributes:
-        chosen: for each layer `i32[B, G, K]`, the recorded positions; -1: none.
-        since: `i32[B]`, position of the token that chose last.
-        due: `i32[B]`, length of the text at which the next token chooses.
+        chosen: for each layer `i32[B, G, K]`, these positions; -1: none.
+        since: `i32[B]`, position of the token whose attention chose them.
+        due: `i32[B]`, length of the text at which the next token attends to all tokens and chooses.
         kv, length, given, shapes, kind: see `SparseCache`.
     """
 
@@ -46,7 +47,7 @@ class RecycledAttentionCache(SparseCache):
 
     @property
     def now(self) -> Array:
-        """`bool[B]`: True for rows whose newest token attends to all tokens."""
+        """`bool[B]`: True for rows whose next token attends to all tokens and chooses new positions."""
         return self.length >= self.due
 
     def max_commit(self) -> Array | None:

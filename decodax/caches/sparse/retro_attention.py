@@ -94,7 +94,7 @@ class RetroAttentionCache(PageCache):
         return super().attend(layer, q, k, v, window, **options)
 
     def rows(self, window: Window) -> Rows:
-        """Returns the rows of a window: its nodes, and the tokens before them."""
+        """Returns the rows that are computed for a window: each node, and the `w - 1` tokens before it on its path."""
         at, seen, w = window.positions, window.visible(), self.kind.window
         (B, W), back = at.shape, jnp.arange(w, dtype=jnp.int32)
         if W + w - 2 > self.kind.recent:
@@ -123,8 +123,17 @@ class RetroAttentionCache(PageCache):
     def reread(self, layer: int, q: Array, k: Array, v: Array, window: Window, rows: Rows, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        """Computes attention of all rows of a window. The arguments and results are those of `attend` with queries,
-        keys and values `f[B, w W, ...]`."""
+        """Computes attention of all rows of a window: the nodes, and the tokens before each of them, which now also
+        attend to the pages that the node chooses.
+
+        Args:
+            layer, window, scale, sliding, softcap, bias, sinks: see `Cache.attend`.
+            q, k, v: queries, keys and values of the rows, `f[B, w W, ...]`.
+            rows: the rows of the window.
+
+        Returns:
+            The output `f[B, w W, H, e]`, and the layer's entry for `commit`.
+        """
         (B, W), w, H = window.positions.shape, self.kind.window, q.shape[2]
         limit = jnp.maximum(self.began, self.length - w + 1)        # later tokens are read as they are among the rows
         split = lambda x: x.reshape(B, w, W, *x.shape[2:]).swapaxes(1, 2)

@@ -271,7 +271,8 @@ class SentenceKVConfig(FittedConfig, SparseConfig):
 
     @property
     def chosen(self) -> int:
-        """Number of tokens in sentences that a query attends to."""
+        """Number of tokens that a query attends to in sentences that it chooses: those of the budget that the first and
+        the latest tokens leave."""
         return self.budget - self.sinks - self.recent
 
     @property

@@ -40,13 +40,14 @@ from decodax.pallas_kernels.window_attention import Bias, merge, whole_blocks, w
 
 @struct
 class Shadow(Struct):
-    """The compressed prompt of a layer.
+    """The compressed prompt of a layer: `T` tokens in `C` chunks of `P`, with keys in a form of rank `R`.
 
     Attributes:
-        codes: `f[B, T, R]`; its product with `basis` gives the keys before rotation.
+        codes: `f[B, T, R]`, coefficients of the keys of all heads. Token `t` of head `g` has the key `codes[b, t] @
+            basis[b, g]` before rotation.
         basis: `f[B, G, R, d]`.
-        values: `f[B, G, T, e]`; in host memory `f[B, G, C, P, e]`, chunks of `P` tokens.
-        landmarks: `f[B, G, C, d]`, mean rotated keys of the chunks.
+        values: `f[B, G, T, e]`; in host memory `f[B, G, C, P, e]`.
+        landmarks: `f[B, G, C, d]`, mean rotated key of each chunk, by which queries choose chunks.
         far: `bool[B, G, C]`, True for chunks that queries can choose.
     """
 
@@ -236,8 +237,8 @@ class ShadowKVConfig(FittedConfig, SparseConfig):
             raise ValueError(f"budget: got {self.budget}, takes the {self.chunk_size} tokens of a chunk or more")
 
     def chunks(self, length: Array) -> Array:
-        """Returns the number of chunks of a prompt that are outliers or can be chosen; the tokens after them are stored
-        exactly."""
+        """Returns the number of chunks of a prompt of `length` tokens that queries can choose or that are stored as
+        outliers: all complete chunks except the last `local_chunk`. The tokens after these are stored exactly."""
         return jnp.maximum(length // self.chunk_size - self.local_chunk, 0)
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

@@ -172,7 +172,7 @@ class SpecPVConfig(SparseConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks to choose."""
+        """Number of blocks that are chosen in each head, `budget // block_size`."""
         return self.budget // self.block_size
 
     @property
@@ -192,7 +192,8 @@ class SpecPVConfig(SparseConfig):
         return jnp.maximum(length - self.first - self.window * self.block_size, 0) // self.block_size
 
     def parts_of(self, capacity: int) -> bool:
-        """Returns True if texts of `capacity` tokens have blocks that are not attended to."""
+        """Returns True if the cache for texts of `capacity` tokens has more blocks than a token attends to, so that
+        blocks have to be chosen."""
         return (capacity - self.first) // self.block_size - self.window > self.blocks
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

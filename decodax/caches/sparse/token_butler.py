@@ -163,10 +163,11 @@ class Butler(Struct):
 
 @struct
 class Marking(Wrapper):
-    """A cache during one call of the model: concatenates each layer's queries and keys with those of the predictor.
+    """Replaces the cache `base` during one call of the model, and appends the predictor's queries and keys to the
+    channels of each layer's own (from layer 1 on).
 
     Attributes:
-        base: the cache that gets them.
+        base: the cache that stores and uses them.
         queries, keys: `f32[B, W, H, L - 1, m]`, computed by the predictor.
     """
 

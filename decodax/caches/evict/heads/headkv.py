@@ -36,7 +36,8 @@ class HeadSizes(Selection):
     uniform = False
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns a table of the number of tokens of the layer's largest head."""
+        """Returns the number of tokens that the layer's largest head keeps of each text of 0 to `longest` tokens,
+        `i32[longest + 1]`. `budget` is not used."""
         if len(self.sizes) != depth:
             raise ValueError(f"heads: got those of {len(self.sizes)} layers, the model has {depth}")
         return np.minimum(np.arange(longest + 1), max(self.sizes[layer])).astype(np.int32)

@@ -32,7 +32,8 @@ class HeadShares(Selection):
     uniform = False
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns a table of the number of tokens of the layer's largest head."""
+        """Returns an upper bound on the number of tokens that a head of the layer keeps, for each text of 0 to
+        `longest` tokens, `i32[longest + 1]`. It follows from the largest share; `budget` is not used."""
         if len(self.shares) != depth:
             raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {depth}")
         lengths = np.arange(longest + 1)

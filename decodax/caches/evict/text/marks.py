@@ -12,7 +12,8 @@ Marks = tuple[tuple[int, ...], ...]
 
 
 def read_marks(given: Any, name: str) -> Marks:
-    """Returns the marks that a user has given: each id is a mark, and so is each tuple of ids.
+    """Converts an argument for marks (token sequences that delimit parts of a text) to a tuple of tuples of ids. A
+    single id is a mark of one token.
 
     >>> read_marks((3, (1, 2)), "ends")
     ((3,), (1, 2))
@@ -49,8 +50,8 @@ def marked(tokens: Array, marks: Marks) -> Array:
 
 
 def spelling(lm: Any, within: bytes) -> Marks:
-    """Returns marks for the text `within`: each token of the tokenizer that contains it, and its encoding if that has
-    several tokens."""
+    """Returns the token sequences ("marks") that may stand for the text `within`: each single token of the tokenizer of
+    `lm` whose bytes contain it, and its encoding if that has several tokens."""
     ids = [(i,) for i, piece in enumerate(lm.tokenizer.token_bytes()) if within in piece]
     several = tuple(lm.tokenizer.encode(within.decode(), add_special_tokens=False))
     return tuple(ids) if len(several) < 2 else (*ids, several)

@@ -78,7 +78,8 @@ class ShotAttention(TokenScore):
 
 @dataclasses.dataclass(frozen=True)
 class Shots(Selection):
-    """Keeps whole examples of a prompt, the same ones in all heads of all layers, and a pool of the tokens after it.
+    """Keeps whole examples of a prompt, the same ones in all heads of all layers, and `pool` of the tokens after it:
+    the latest ones and those of highest score.
 
     Attributes:
         score: score of the tokens.

@@ -43,15 +43,15 @@ CHUNK = 64
 
 
 def finished(opens: Array, closes: Array) -> tuple[Array, Array]:
-    """Finds the finished lists of a text.
+    """Finds the finished lists of a text: parts between an opening and a closing mark, which may be nested.
 
     Args:
         opens: `bool[N]`, True at the last token of an opening mark.
         closes: `i32[N]`, at the last token of a closing mark the number of tokens of the mark; 0 elsewhere.
 
     Returns:
-        For each token the first token of the list that it finishes, `i32[N]`, -1 if none; and the first token after
-        that list, `i32[N]`.
+        For each token that completes a closing mark the index of the first token inside its list, `i32[N]`, -1 for
+        other tokens; and the index of the first token of the closing mark, `i32[N]`.
     """
     def read(stack: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[Any, Array]:
         (begun, number), (at, opened, closed) = stack, token
@@ -67,7 +67,8 @@ def finished(opens: Array, closes: Array) -> tuple[Array, Array]:
 
 
 def holes(tokens: Array, length: Array, opens: Marks, closes: Marks, depth: int) -> Array:
-    """Returns a mask of the tokens in finished lists, except the `depth` lists that were finished last, `bool[B, N]`.
+    """Returns a mask of the tokens to evict, `bool[B, N]`: those between the marks of finished lists, except the
+    `depth` lists that were finished last.
 
     Args:
         tokens: `i32[B, N]`, the text.
@@ -111,7 +112,7 @@ class TIMCache(KeyValues, PromptPhase, Refreshes):
 
     @property
     def removed(self) -> Array:
-        """Number of evicted tokens, `i32[B]`."""
+        """Number of tokens of each row that were evicted so far, `i32[B]`."""
         return self.dropped.sum(1, dtype=jnp.int32)
 
     def max_commit(self) -> Array | None:
