@@ -323,13 +323,8 @@ def likeliest(log_p: Array, count: int) -> Array:
 
 
 def fitted(source: Any, size: int | None) -> Any:
-<<<<<<< HEAD
     """Returns the drafter for a target with `size` logits: the drafter's own logits are cut or padded to this number
     (`Drafter.for_vocabulary`). If `size` is None, the drafter is returned unchanged."""
-=======
-    """Returns the drafter `source` for a target with `size` logits (see `Drafter.for_vocabulary`), or unchanged if
-    `size` is None."""
->>>>>>> d1
     return source if size is None else source.for_vocabulary(size)
 
 

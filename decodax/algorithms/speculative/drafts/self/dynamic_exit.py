@@ -114,13 +114,8 @@ class DynamicExit(SelfDraft):
 
     @property
     def shape(self) -> ChosenLength:
-<<<<<<< HEAD
         """The default shape of the drafts: a chain of at most `length` drafts, whose number each row chooses in each
         round from the acceptance so far (`ChosenLength`)."""
-=======
-        """The shape that is used if the user gives none: a chain whose length, at most `length`, is chosen for each
-        row."""
->>>>>>> d1
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:
