@@ -50,12 +50,19 @@ class MultiRound(Verifier):
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """Tests the children of one node in turn. Returns the accepted child, `i32[]`; True if there is one, `bool[]`;
-        and the unnormalised distribution of the next token if there is none, `f32[V]`.
+        """Tests the children of one tree node by multi-round rejection sampling.
 
-        Arguments are those of `walk.Siblings`: the distributions after the node of the target, `p`, and of the draft,
-        `q` (both `f32[V]`; `q` may be None or a function); `tokens` and uniform numbers `u` of all nodes of the tree,
-        `[1 + N]`; and masks `bool[1 + N]` of the `children` that are tested and of the `dead` ones, which are not.
+        Args:
+            p: `f32[V]`, the target's probabilities after the node.
+            q: `f32[V]`, probabilities from which the children were drawn, or a function that gives them for a child's
+                index; None: they were not drawn.
+            tokens: `i32[1 + N]`, tokens of all nodes of the tree.
+            children, dead: `bool[1 + N]`, the node's live children, and its dead ones.
+            u: `f32[1 + N]`, a uniform random number for each node.
+
+        Returns:
+            The accepted child, `i32[]`; whether there is one, `bool[]`; and the residual distribution, `f32[V]`,
+                unnormalised.
         """
         if q is None:
             return certain(p, tokens, children, u)
