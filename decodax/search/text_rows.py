@@ -164,5 +164,6 @@ class TextRows:
 
 
 def prompt_words(request: Request, prompt: int) -> list[int]:
-    """Returns the numbers that address a prompt's randomness: the two words of its seed, and its request id."""
+    """Returns three integers from which the random numbers of prompt number `prompt` of the request are derived: the
+    two words of its seed, and its request id."""
     return [*request.seeds[prompt].tolist(), int(request.request_ids[prompt])]
