@@ -228,9 +228,11 @@ class Job:
 
     @classmethod
     def begin(cls, request: Request, of: Request | None = None) -> Job:
-        """Prefills the prompts and fans out their samples.
+        """Prefills the prompts of `request` and makes the rows of their samples; returns the job before its first
+        round.
 
         Args:
+            request: the prompts and options.
             of: the request that `request` is a part of: all its parts share their programs. Default: `request`.
         """
         keep_room(drivers.compiled())

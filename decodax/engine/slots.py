@@ -133,7 +133,8 @@ class Slots:
 
     @property
     def known(self) -> list[tuple[int, ...]]:
-        """Token ids of the prefixes whose caches are kept for later prompts."""
+        """Token ids of each prefix whose cache is kept, so that later prompts that begin with it need not prefill
+        it."""
         return list(self._known or ())
 
     @property
