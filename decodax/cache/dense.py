@@ -110,7 +110,8 @@ def dense_like(cache: Any) -> Dense:
 
 
 def write(cache: Array, new: Array, slots: Array) -> Array:
-    """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`. A slot out of range drops the entry."""
+    """Returns `cache` (`f[B, G, S, D]`) with `new[b, w]` (`new` is `f[B, W, G, D]`) written to slot `slots[b, w]`
+    (`i32[B, W]`) of row `b`. A slot out of range, such as -1, drops the entry."""
     rows, heads = P(DATA), P(DATA, MODEL)
     return shardwise(_write, (heads, P(DATA, None, MODEL), rows), heads, cache, new, slots)
 

@@ -56,7 +56,12 @@ class PerLayer(Combined):
                             linear=self.linear.commit(self.part(entries, True), slots))
 
     def part(self, entries: Entries, linear: bool) -> list[PyTree]:
-        """Returns the entries of the layers in `linear` if `linear` is True, else those of the layers in `base`."""
+        """Returns the cache entries of some layers out of those of all layers.
+
+        Args:
+            entries: the entries of all layers of the model, in order.
+            linear: True for the layers whose entries `linear` stores, False for those of `base`.
+        """
         return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
 
     def finish_prefill(self, prompt: ReadPrompt) -> PerLayer:
@@ -74,8 +79,8 @@ def _alone(prompt: ReadPrompt) -> ReadPrompt:
 
 
 class ModelInPart:
-    """Replaces the model for a cache that holds only some of its layers. It has `outputs`; any other access, such as a
-    forward pass, raises ValueError."""
+    """Replaces the model for a cache that stores only some of its layers. It gives access to the output projections
+    (`outputs`) only; any other use, such as a forward pass, raises ValueError."""
 
     def __init__(self, model: Any):
         self.outputs = model.outputs

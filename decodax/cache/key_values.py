@@ -55,8 +55,8 @@ class KVLayer(NamedTuple):
 
     @property
     def scores(self) -> frozenset[Score]:
-        """Changes of attention scores that the layer needs. A cache may not support all of them
-        (`KVConfig.refuses`)."""
+        """Changes of attention scores that the layer needs, by name: "sliding windows", "soft caps", "biases" and
+        "sinks". A cache may not support all of them (`KVConfig.refuses`)."""
         given: tuple[tuple[Score, bool], ...] = (("sliding windows", self.sliding is not None),
                                                  ("soft caps", self.softcap is not None), ("biases", self.bias),
                                                  ("sinks", self.sinks))
@@ -244,8 +244,9 @@ def refuse_prefill(name: str, window: Any) -> None:
 
 
 def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Returns the keys and values of the window's own nodes, the last `W` of the `K` that `Cache.attend` gets. The ones
-    before belong to nodes of earlier windows."""
+    """Returns the keys and values of the window's own nodes, `f[B, W, G, d]` and `f[B, W, G, e]`: the last `W` of the
+    `K` keys and values that `Cache.attend` gets. `q` (`f[B, W, H, d]`) gives `W`. The keys before belong to nodes of
+    earlier windows."""
     earlier = k.shape[1] - q.shape[1]
     return k[:, earlier:], v[:, earlier:]
 

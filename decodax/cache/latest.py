@@ -19,7 +19,8 @@ from decodax.core.capabilities import Truncates
 class LatestTokens(Slotted, Truncates):
     """Keys and values of the latest tokens, as many as there are slots; those of earlier tokens are overwritten.
 
-    After `truncate`, slots of dropped tokens are empty until new tokens fill them: what they held before is lost.
+    After `truncate`, the slots of dropped tokens are empty until new tokens fill them; the older tokens that were
+    overwritten are lost.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset({"trees", "truncation"})

@@ -110,11 +110,12 @@ class LinearTerms(Struct):
 
 @struct
 class LinearState(Struct):
-    """The state of a layer after a text.
+    """The state of a layer of linear attention after a text: a sum over its tokens of the outer product of `phi(k)`,
+    the features of the key, and the value.
 
     Attributes:
-        sums: `f32[B, G, r, e]`, the sum `S`; with `LinearRule.normalise`, one more column holds the sum of `phi(k)`.
-            With groups, only complete groups are summed.
+        sums: `f32[B, G, r, e]`, this sum for `r` features; with `LinearRule.normalise`, one more column holds the sum
+            of `phi(k)`. With groups, only complete groups are summed.
         recent: `f[B, G, R, d + e]`, the key and value of the token at position `p` in slot `p % R`, for the last `R`
             tokens.
     """
@@ -144,7 +145,8 @@ class LinearState(Struct):
 
 def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Array, v: Array, seen: Array, at: Array,
         keys_at: Array) -> Array:
-    """Computes linear attention to a text and to the keys of a window.
+    """Computes linear attention of a window's queries to the text before it, by its state, and to the keys of the
+    window.
 
     Args:
         terms: rule and weights of the layer.
@@ -152,7 +154,7 @@ def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Arra
         length: `i32[B]`, number of tokens of the text.
         q: `f[B, W, H, d]`, queries.
         k, v: `f[B, K, G, d]` and `f[B, K, G, e]`, keys and values of the window.
-        seen: `bool[B, W, K]`, True if a query attends to a key.
+        seen: `bool[B, W, K]`, True if a query attends to a key of the window.
         at, keys_at: positions of queries and keys, `i32[B, W]` and `i32[B, K]`.
 
     Returns:
@@ -235,7 +237,18 @@ def taken_in(rule: LinearRule, state: LinearState, length: Array, k: Array, v: A
 
 def along(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Array, v: Array, live: Array, at: Array
           ) -> Array:
-    """Computes `mix` block by block for a chain, whose live nodes (`bool[B, W]`) see the nodes before them."""
+    """Computes linear attention of a chain of nodes to the text before it and to each other, in blocks of nodes. A node
+    attends to itself and the live nodes before it.
+
+    Args:
+        terms, state, length: see `mix`.
+        q, k, v: `f[B, W, H, d]`, `f[B, W, G, d]` and `f[B, W, G, e]`, queries, keys and values.
+        live: `bool[B, W]`, nodes that others attend to.
+        at: `i32[B, W]`, positions.
+
+    Returns:
+        `f[B, W, H, e]`.
+    """
     W = q.shape[1]
 
     def visit(carry: tuple[LinearState, Array], block: tuple[Array, ...]) -> tuple[Any, Array]:

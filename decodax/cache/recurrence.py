@@ -65,15 +65,16 @@ class ConvInputs(Struct):
 
 @struct
 class Factors(Struct):
-    """The entry of a layer of linear recurrence, with the symbols of this module's docstring.
+    """The cache entry of a layer of linear recurrence, `S <- exp(g) S + k v^T`: what a commit needs to update the
+    state.
 
     Attributes:
         inputs: inputs of the convolution, a pytree of arrays `f[B, W, ...]`.
-        keys: `f32[B, W, G, N]`, `k`.
-        values: `f32[B, W, H, P]`, `v`, of the delta rule `u`; the number of heads `H` is a multiple of the number of
-            groups `G`.
-        total: `f32[B, W, H, 2]`, `G_i` as a multiple of `1 / GRID` and a remainder; `f32[B, W, H, N, 2]` if channels
-            have decays of their own.
+        keys: `f32[B, W, G, N]`, the keys `k`.
+        values: `f32[B, W, H, P]`, the values `v`, or with the delta rule the corrected values `u`; the number of heads
+            `H` is a multiple of the number of groups `G`.
+        total: `f32[B, W, H, 2]`, the sum of the decays `g` over a node and its ancestors in the window, as a multiple
+            of `1 / GRID` and a remainder; `f32[B, W, H, N, 2]` if channels have decays of their own.
     """
 
     inputs: PyTree

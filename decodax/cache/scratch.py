@@ -41,7 +41,7 @@ class AttentionView(Struct):
 
     @property
     def is_prefill(self) -> bool:
-        """Always False; see `Window.is_prefill`."""
+        """Always False: a view is never part of a prefill (`Window.is_prefill`)."""
         return False
 
     def visible(self) -> Array:

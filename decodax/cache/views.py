@@ -66,7 +66,7 @@ class WithView(CacheConfig):
     base: Any = dense
 
     def holds(self, kind: Any) -> bool:
-        """Returns True if drafts can use a cache of this kind."""
+        """Returns True if this configuration includes a cache of the configuration `kind` to which drafts attend."""
         return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
 
     def fit(self, new: int) -> WithView:

@@ -30,7 +30,7 @@ class Combined(PromptPhase, Refreshes, Truncates, DraftBase):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The member caches, in the order of `members`."""
+        """The member caches themselves, in the order of the field names in `members`."""
         return tuple(getattr(self, name) for name in self.members)
 
     def each(self, change: Callable[[Any], Any]) -> Self:

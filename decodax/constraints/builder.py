@@ -21,8 +21,9 @@ Anchor = Literal["front", "end", "line"]
 
 
 class Builder:
-    """A nondeterministic automaton under construction (Thompson, 1968). A part is a pair of states, its begin and its
-    end; the text between them belongs to the part."""
+    """A nondeterministic automaton under construction (Thompson, 1968). A part is a pair of states, its first and its
+    last one; the texts on the paths from one to the other are the texts of the part. Methods that add a part return
+    it."""
 
     def __init__(self, largest: int = 50 * LARGEST):
         self.largest = largest
@@ -39,14 +40,18 @@ class Builder:
         return len(self.free) - 1
 
     def room(self, copies: int, before: int) -> None:
-        """Checks that the states added after the first `before` ones can be copied `copies` times; raises TooLarge if
-        not."""
+        """Raises TooLarge if the automaton would have too many states after copies of a part.
+
+        Args:
+            copies: number of copies of the part, whose states are those added after the first `before` ones.
+            before: number of states before the part was added.
+        """
         if before + (len(self.free) - before) * copies > self.largest:
             times = str(copies) if copies < 10 ** 12 else f"{copies!s:.12}..."
             raise TooLarge(f"a repetition of {times} times makes more than {self.largest} states")
 
     def join(self, source: int, target: int) -> None:
-        """Adds a transition that consumes no byte."""
+        """Adds a transition from state `source` to state `target` that consumes no byte."""
         self.free[source].append(target)
 
     def nothing(self) -> Part:
@@ -90,7 +95,7 @@ class Builder:
         return states[0], end
 
     def seq(self, *parts: Part) -> Part:
-        """Joins parts to their concatenation."""
+        """Joins parts one after the other, and returns the part whose texts are concatenations of a text of each."""
         if not parts:
             return self.nothing()
         for (_, end), (start, _) in itertools.pairwise(parts):
@@ -98,7 +103,7 @@ class Builder:
         return parts[0][0], parts[-1][1]
 
     def any_of(self, *parts: Part) -> Part:
-        """Joins parts to their union."""
+        """Adds a part whose texts are those of any of the given parts, and returns it."""
         a, b = self.state(), self.state()
         for start, end in parts:
             self.join(a, start)

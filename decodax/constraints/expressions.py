@@ -63,7 +63,8 @@ def check(pattern: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def whole(pattern: str) -> Dfa:
-    """Returns the automaton of `regex`; no error for an expression that matches nothing."""
+    """Returns the automaton of the texts that a regular expression matches as a whole, like `regex`, but without an
+    error if there is no such text."""
     b = Builder()
     with _named(pattern):
         return b.build(ExpressionReader(b, pattern).matched())
@@ -93,7 +94,7 @@ def _named(pattern: str) -> Iterator[None]:
 
 
 class ExpressionReader:
-    """Adds the parts of one regular expression to a builder."""
+    """Parses one regular expression and adds parts for its texts to a `Builder`, by `matched` or `found`."""
 
     def __init__(self, b: Builder, pattern: str, space: Spans = CATEGORIES["CATEGORY_SPACE"],
                  line_ends: Spans = [(10, 10)], dollar: Anchor = "line"):       # noqa: B006

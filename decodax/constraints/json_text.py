@@ -11,8 +11,8 @@ DIGITS = 15
 
 
 def written(b: Builder) -> Part:
-    """Adds an automaton for one character within a JSON string, plain or escaped, and returns its first and last state.
-    """
+    """Adds a part for one character within a JSON string, plain or escaped, and returns it: its first and last
+    state."""
     digit = lambda: b.ranges((48, 57), (65, 70), (97, 102))
     high = lambda: b.seq(b.ranges((68, 68), (100, 100)), b.ranges((56, 57), (65, 66), (97, 98)), digit(), digit())
     low = lambda: b.seq(b.ranges((68, 68), (100, 100)), b.ranges((67, 70), (99, 102)), digit(), digit())

@@ -70,7 +70,7 @@ def _compiled(schema: str, whitespace: str) -> Dfa:
 
 
 class Compiler:
-    """Adds the parts of one schema to a builder."""
+    """Compiles one JSON Schema to an automaton: adds parts for its valid JSON texts to a `Builder`."""
 
     def __init__(self, schema: Any, whitespace: str):
         self.b, self.root = Builder(), schema
@@ -81,7 +81,7 @@ class Compiler:
         return self._named(lambda: self.b.build(self.value(self.root, "#", ())))
 
     def check(self) -> None:
-        """Processes the whole schema without building its automaton."""
+        """Processes the whole schema without building its automaton, to raise the errors that it has."""
         self._named(lambda: self.value(self.root, "#", ()))
 
     @staticmethod
@@ -95,7 +95,8 @@ class Compiler:
                               "recursion") from None
 
     def dfa(self, schema: Any, at: str, seen: tuple[str, ...]) -> Dfa:
-        """Returns the automaton of a sub-schema by itself."""
+        """Returns the automaton of the JSON texts valid under a sub-schema. `at` is its place in the whole schema, for
+        errors, and `seen` the references (`$ref`) that lead to it, by which recursion is recognized."""
         part = Compiler(self.root, "")
         part.space = self.space
         return part.b.build(part.value(schema, at, seen))

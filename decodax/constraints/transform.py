@@ -45,7 +45,8 @@ class TokenTable(Struct):
                    forced=jnp.asarray(np.pad(automaton.forced, wide[0], constant_values=-1), jnp.int32))
 
     def move(self, state: Array, token: Array) -> Array:
-        """Returns the state after `token` (`i32[...]`) in each state `i32[...]`; -1 where the token is not allowed."""
+        """Returns the state of the automaton after `token` (`i32[...]`) was added to a text in `state` (`i32[...]`):
+        `i32[...]`; -1 where the token is not allowed."""
         return self.next[jnp.maximum(state, 0), self.classes[jnp.maximum(token, 0)].astype(jnp.int32)].astype(jnp.int32)
 
 
@@ -129,15 +130,27 @@ class Closing(Struct):
         return cls(strings, table, ahead.min(1) + 1)
 
     def begin(self, tokens: Array, length: Array, policy: Policy) -> Array:
-        """Returns the combined state of each row after its prompt, as `StopTable.begin` does for stop strings; the
-        constraint is in its start state."""
+        """Returns the combined state of each row after its prompt, `i32[B]`: that of the stop strings, and the start
+        state of the constraint.
+
+        Args:
+            tokens: `i32[B, T]`, the prompts.
+            length: `i32[B]`, their lengths.
+            policy: the sampling policy, whose `Constrained` transform has the start states.
+        """
         front = jnp.zeros_like(length) if self.strings is None else self.strings.begin(tokens, length, policy)
         link = next(t for t in policy.transforms if isinstance(t, Constrained))
         return front * self._states + link.start + 1
 
     def advance(self, state: Array, token: Array, left: Array | int = FAR) -> tuple[Array, Array]:
-        """Returns the states after tokens, and True for rows that end with them; the arguments are those of
-        `StopTable.advance`."""
+        """Returns the combined states after one more token, `i32[...]`, and True for rows that end with it,
+        `bool[...]`.
+
+        Args:
+            state: `i32[...]`, the combined states before.
+            token: `i32[...]`, the token of each row.
+            left: number of tokens that may still follow. A complete text ends if no longer one fits.
+        """
         front, here = state // self._states, state % self._states - 1
         hit: Array = jnp.zeros(jnp.broadcast_shapes(state.shape, token.shape), bool)
         if self.strings is not None:

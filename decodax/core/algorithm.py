@@ -200,7 +200,7 @@ class GuidesItself(Algorithm):
 
 
 def name_of(alg: Algorithm) -> str:
-    """Returns the name of a method in error messages."""
+    """Returns `traits.name` of a method for error messages, or else the name of its class."""
     return alg.traits.name or type(alg).__name__
 
 
@@ -230,7 +230,8 @@ def answering(alg: Algorithm, count: int) -> Algorithm:
 
 
 def outcome(alg: Algorithm, s: State) -> State:
-    """Returns the state whose rows are the results of a method (`Concludes.outcome`)."""
+    """Returns the state whose rows are the results of a method, from the state after its last round. A method that
+    stores finished texts elsewhere (`Concludes`) puts them into the rows; for any other method it is `s` itself."""
     return alg.outcome(s) if isinstance(alg, Concludes) else s
 
 

@@ -49,7 +49,8 @@ class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
-        """This wrapper around each variant of the wrapped method."""
+        """One method for each shape of a round: this wrapper around each variant of the wrapped method. Empty if that
+        has none."""
         return tuple(map(self._around, algorithm.variants(self.inner)))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
@@ -137,7 +138,16 @@ class Readout(AroundModel, abc.ABC):
 
     @abc.abstractmethod
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
-        """Scores the window; arguments and result are those of `Model.apply`."""
+        """Runs `base` on the window and computes this class's logits from its hidden states.
+
+        Args:
+            params: the weights.
+            window: the tokens to score.
+            cache: the cache, which is not written.
+
+        Returns:
+            The output. The logits of node `w` predict the token after it.
+        """
 
 
 class PairedReadout(Readout):

@@ -86,8 +86,8 @@ class Cache(Struct, abc.ABC):
 
     @property
     def inputs(self) -> PyTree:
-        """Inputs that each row was given beside its tokens (`Model.init_cache`), if the model needs them later; None if
-        it needs none."""
+        """Inputs that each row was given beside its tokens, such as encoder input or an adapter (`Model.init_cache`);
+        None if the model does not need them later."""
         return None
 
     @property

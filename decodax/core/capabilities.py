@@ -143,7 +143,8 @@ class Draftable(Struct, abc.ABC):
 
     @property
     def inputs(self) -> Any:
-        """The inputs of `base`, see `Cache.inputs`."""
+        """Inputs that each row of `base` was given beside its tokens (`Model.init_cache`); None if the model needs
+        none."""
         return self.base.inputs
 
     @abc.abstractmethod

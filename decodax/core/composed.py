@@ -81,6 +81,7 @@ def _fields(whole: Any) -> dict[str, Any]:
 
 
 def parts_of(whole: Composed) -> tuple[Any, ...]:
-    """Returns the methods and drafts in the fields of a method, in the order of the fields."""
+    """Returns the values of a method's fields that are themselves methods or drafts (`Composed`), also from fields that
+    are tuples, in the order of the fields."""
     return tuple(x for value in _fields(whole).values() for x in (value if isinstance(value, tuple) else (value,))
                  if isinstance(x, Composed))

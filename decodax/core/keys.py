@@ -45,16 +45,20 @@ def row_keys(seed: Array, request: Array, sample: Array) -> Array:
 
 
 def at(key: Array, position: Array, purpose: Purpose, salt: Array | None = None) -> Array:
-    """Returns the key of one draw of one row, from the row's key, the position and the purpose. `salt` distinguishes
-    several draws at the same position."""
+    """Returns the key of one random draw: the row's key `key` folded with a token position, the purpose of the draw,
+    and `salt`, which distinguishes several draws at one position (None: not folded)."""
     key = jax.random.fold_in(jax.random.fold_in(key, position), int(purpose))
     return key if salt is None else jax.random.fold_in(key, salt)
 
 
 def uniforms(keys: Array, positions: Array, purpose: Purpose, salt: Array | None = None) -> Array:
-    """Draws two independent uniform numbers in [0, 1) for each position: `f32[B, W, 2]` from `key[B]` and `i32[B, W]`.
+    """Draws two independent uniform numbers in [0, 1) for each position of each row, `f32[B, W, 2]`.
 
-    `salt` (`i32[B]`) distinguishes draws for one position in several rounds.
+    Args:
+        keys: `key[B]`, the rows' keys.
+        positions: `i32[B, W]`, token positions.
+        purpose: purpose of the draw.
+        salt: `i32[B]`, distinguishes draws for one position in several rounds. None: 0.
     """
     salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
     one = lambda key, position, salt: jax.random.uniform(at(key, position, purpose, salt), (2,), jnp.float32)
@@ -62,13 +66,20 @@ def uniforms(keys: Array, positions: Array, purpose: Purpose, salt: Array | None
 
 
 def addresses(keys: Array, positions: Array, purpose: Purpose, salt: Array | None = None) -> Array:
-    """Returns two words for each position, `u32[B, W, 2]`, from which `decodax.sampling.draw` makes the noise of every
-    token of the vocabulary. The arguments are those of `uniforms`."""
+    """Returns two words for each position of each row, `u32[B, W, 2]`, from which `decodax.sampling.draw` makes the
+    noise of every token of the vocabulary.
+
+    Args:
+        keys: `key[B]`, the rows' keys.
+        positions: `i32[B, W]`, token positions.
+        purpose: purpose of the draw.
+        salt: `i32[B]`, distinguishes draws for one position in several rounds. None: 0.
+    """
     salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
     one = lambda key, position, salt: address(at(key, position, purpose, salt))
     return jax.vmap(jax.vmap(one, (None, 0, None)))(keys, positions, salt)
 
 
 def address(key: Array) -> Array:
-    """Returns the two words of one key, `u32[2]`."""
+    """Returns the two words of a threefry key, `u32[2]`, from which further noise is made."""
     return jax.random.key_data(key)

@@ -76,15 +76,16 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
 
 
 def by_row(algorithm: Algorithm, model: Model) -> bool:
-    """Returns True if single rows of the method's cache can be replaced (`Layout.by_row`)."""
+    """Returns True if single rows of the cache that `model` makes for the method can be replaced, because rows share no
+    arrays (`Layout.by_row`); also if the method uses no cache."""
     bare: Any = algorithm.bare()
     network: Any = model
     return not algorithm.traits.caches or _cache(bare, network, 1, 256).layout.by_row
 
 
 def grows(algorithm: Algorithm, model: Model) -> bool:
-    """Returns True if the method's cache handles prompt tokens and generated tokens in the same way. A prompt may then
-    be prefilled in several parts."""
+    """Returns True if the cache that `model` makes for the method stores prompt tokens like generated tokens, with no
+    step after prefill. A prompt may then be prefilled in several parts."""
     bare: Any = algorithm.bare()
     network: Any = model
     return not isinstance(_cache(bare, network, 1, 256), PromptPhase)

@@ -63,14 +63,16 @@ jax.tree_util.register_dataclass(Packing, [], ["sizes", "bounded", "tail"])
 
 @dataclasses.dataclass(frozen=True)
 class PackedWindow:
-    """The live nodes of a window, concatenated. It exists only inside one trace.
+    """The live nodes of all rows of a window, concatenated to one row of `T` nodes, so that the model computes only
+    these. It exists only inside one trace.
 
     Attributes:
         window: the window with all nodes.
-        count: number of leading nodes that any row may have live.
-        rows: `i32[R]`, the rows with live nodes after these, padded with indices beyond the batch; None: there are
-            none.
-        nodes: `i32[T]`, the index of each packed node among the `B * count + R * (W - count)` candidates.
+        count: number of first nodes of each row that may be live in any row.
+        rows: `i32[R]`, the rows with live nodes after the first `count` ones, padded with indices beyond the batch;
+            None: there are none.
+        nodes: `i32[T]`, the index of each packed node among the `B * count + R * (W - count)` candidates: the first
+            nodes of all rows, then the later nodes of `rows`.
         places: the index of each candidate among the packed nodes; arbitrary for dead nodes.
     """
 
@@ -82,7 +84,8 @@ class PackedWindow:
 
     @classmethod
     def of(cls, window: Window, packing: Packing, size: int) -> PackedWindow:
-        """Packs `window`, which has at most `size` live nodes."""
+        """Packs the live nodes of `window` into `size` places. `size` must be at least their number, as in
+        `Packing.run`; `packing` is the hint of the window."""
         count, rows = window.width, None
         if packing.tail is not None:
             count, most = packing.tail

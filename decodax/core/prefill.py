@@ -62,8 +62,8 @@ class Prefill(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class Extend(Algorithm):
-    """Writes the rest of prompts whose first tokens are already in a finished cache, up to `width` tokens in a round.
-    Like decoding rounds, it respects `Cache.max_commit`."""
+    """Writes the rest of prompts whose first tokens are already in a cache that is ready for decoding, up to `width`
+    tokens in a round, and emits no token. Like decoding rounds, it commits at most `Cache.max_commit` tokens."""
 
     width: int
 
@@ -107,7 +107,8 @@ class Silent(Struct):
 
 
 def begun(s: State) -> Array:
-    """Returns the number of prompt tokens that every row has in the cache already, `i32[]`."""
+    """Returns the number of tokens in the cache of the row that has the fewest, `i32[]`: every row has at least this
+    many."""
     return jnp.min(s.cache.length)
 
 

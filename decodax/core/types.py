@@ -174,7 +174,8 @@ class LayeredModel(ShowsWeights):
 
     @abc.abstractmethod
     def pieces(self, params: PyTree) -> Any:
-        """Returns the network in pieces, for callers that decide which pieces run for which nodes."""
+        """Returns an object with the parts of the network (such as embeddings, attention and MLP of each layer, and
+        head) as functions bound to `params`, for callers that run different parts for different nodes."""
 
 
 class CacheKind(Protocol):

@@ -82,17 +82,19 @@ class Window(Struct):
 
     @property
     def key_positions(self) -> Array:
-        """Positions of the keys on the last axis of `visible()`, `i32[B, K]`."""
+        """Positions of the keys to which the mask of `visible()` refers, `i32[B, W]`: the positions of the window's own
+        nodes."""
         return self.positions
 
     @property
     def before(self) -> None:
-        """Entries of nodes of earlier windows, for classes like `AttentionView`; here None."""
+        """Cache entries of nodes from earlier windows to which the nodes attend. Always None for a `Window`;
+        `AttentionView` may have some."""
         return None
 
     def visible(self) -> Array:
-        """Returns the mask without padding keys, `bool[B, W, W]`. Each node attends at least to itself, so no softmax
-        is empty."""
+        """Returns the attention mask among the window's nodes, `bool[B, W, W]`: `mask` without keys of dead nodes. Each
+        node attends at least to itself, so no softmax is empty."""
         return (self.mask & self.live[:, None, :]) | jnp.eye(self.width, dtype=bool)
 
 

@@ -42,12 +42,13 @@ class AtHand:
         return found
 
     def rest(self) -> Iterable[Any]:
-        """Yields all remaining items, which are answered although the time is over."""
+        """Yields all remaining items. The scheduler calls it when its time limit has passed, to answer them with
+        `Status.TIME`."""
         while found := self.take(1, None):
             yield from found
 
     def allow(self, most: int) -> None:
-        """Does nothing: no thread reads ahead."""
+        """Does nothing, since no thread reads ahead; `Arriving.allow` sets the number of items that are read ahead."""
 
     def close(self) -> None:
         """Takes no more items."""
@@ -95,13 +96,15 @@ class Arriving:
             return found
 
     def rest(self) -> Iterable[Any]:
-        """Returns the items that have arrived, which are answered although the time is over."""
+        """Returns the items that have arrived and were not taken. The scheduler calls it when its time limit has
+        passed, to answer them with `Status.TIME`."""
         with self._change:
             self._closed = True
             return self.take(len(self._held), 0)
 
     def allow(self, most: int) -> None:
-        """Sets the maximum number of items that are held here; `take` lowers it by each item that it returns."""
+        """Sets to `most` the number of items that the thread may read ahead of `take`; each item that `take` returns
+        lowers it by one."""
         with self._change:
             self._ahead = most
             self._change.notify_all()

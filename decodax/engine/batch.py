@@ -56,7 +56,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, request: Request, longest: int, more: int) -> BatchShape:
-        """Returns the shape for requests like `request`.
+        """Returns the sizes and settings of the programs for requests with the model, method and options of `request`.
 
         Args:
             longest: largest number of tokens of a row, prompt and new tokens.
@@ -163,7 +163,8 @@ class DeviceBatch:
         """Runs `most` rounds at most, or until no more than `fewest` rows are running.
 
         Returns:
-            `i64[B]`, forwards that each row ran or waited through; the largest is their number.
+            `i64[B]`, number of forward passes of the target model in this call that each row took part in or waited for
+            while it was running. The maximum is the number of forward passes.
         """
         clock = time.perf_counter()
         with on_mesh(self.mesh):
@@ -176,7 +177,13 @@ class DeviceBatch:
         return self.counts - before
 
     def put(self, new: State, policy: Policy, to: np.ndarray) -> None:
-        """Replaces the rows `to` (`i32[B']`) by those of another state; one beyond the batch is left out."""
+        """Replaces rows of the batch by new rows.
+
+        Args:
+            new: a state with `B'` rows.
+            policy: the policy of the new rows.
+            to: `i32[B']`, the row that each new row replaces; a number beyond the batch drops the new row.
+        """
         self.state, self.policy = drivers.refill(self.state, self.policy, new, policy, jnp.asarray(to))
         used = to < len(self.status)
         self.status[to[used]] = np.asarray(new.status)[used]
@@ -191,7 +198,8 @@ class DeviceBatch:
                 self.state = self.state.replace(status=jax.device_put(self.status, self.state.status.sharding))
 
     def outcome(self) -> tuple[State, dict[str, np.ndarray]]:
-        """Returns the results of all rows and what the method found of them, on the host."""
+        """Returns the final state of all rows, without cache and states of method and policy, and the method's further
+        results (`Algorithm` findings such as scores), arrays `[B, ...]` by name. All are on the host."""
         with on_mesh(self.mesh):
             s = drivers.outcome(self.algorithm, self.state)
             found = findings(self.algorithm, s)
@@ -220,9 +228,11 @@ class Job:
 
     @classmethod
     def begin(cls, request: Request, of: Request | None = None) -> Job:
-        """Prefills the prompts and fans out their samples.
+        """Prefills the prompts of `request` and makes the rows of their samples; returns the job before its first
+        round.
 
         Args:
+            request: the prompts and options.
             of: the request that `request` is a part of: all its parts share their programs. Default: `request`.
         """
         keep_room(drivers.compiled())
@@ -241,12 +251,12 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the request."""
+        """Number of rows of the request (prompts times samples), without padding rows."""
         return len(self.request) * self.request.samples
 
     @property
     def state(self) -> State:
-        """State of all rows. May be set between runs."""
+        """Decoding state of all rows of the batch, padding included. It can be assigned between runs."""
         return self.batch.state
 
     @state.setter
@@ -255,7 +265,7 @@ class Job:
 
     @property
     def status(self) -> np.ndarray:
-        """`i32[rows]`, why each row ended."""
+        """`i32[rows]`, a `Status` for each row of the request: `RUNNING`, or why the row ended."""
         return self.batch.status[:self.rows]
 
     @property
@@ -264,7 +274,7 @@ class Job:
 
     @property
     def forwards(self) -> int:
-        """Number of forwards of the rounds: the row that runs longest took part in each, or waited."""
+        """Number of forward passes of the target model in the rounds so far, for the whole batch."""
         return int(self.batch.counts.max())
 
     @property
@@ -273,7 +283,8 @@ class Job:
 
     @property
     def done(self) -> float:
-        """Number of rows that have finished; those that run count by the share of their budget that they have."""
+        """Progress of the request in rows: each finished row counts 1, and each running row the share of its maximum
+        number of new tokens that it has."""
         start, now, end = (np.asarray(x)[:self.rows] for x in (
             self.state.prompt_length, self.state.length, self.state.max_length))
         share = np.clip((now - start) / np.maximum(end - start, 1), 0, 1)
@@ -315,7 +326,8 @@ class Job:
         return self.timed(collect(self.request, s, self.status, found), self.forwards)
 
     def timed(self, result: Result, forwards: int) -> Result:
-        """Returns the result with the forwards and seconds of this batch."""
+        """Returns `result` with the batch's number of forward passes `forwards` and its prefill and decoding times in
+        `stats`."""
         return dataclasses.replace(result, stats=dataclasses.replace(
             result.stats, forwards=forwards, prefill_forwards=self.prefill_forwards, seconds=self.seconds,
             prefill_seconds=self.prefill_seconds))

@@ -10,7 +10,8 @@ from decodax.sampling.config import blaming
 
 
 class Config:
-    """The generation config of a model."""
+    """The entries of a loaded model's generation config (`LM.generation_config`), which are defaults of the caller's
+    arguments."""
 
     def __init__(self, lm: LM):
         self.entries, self.origin = dict(lm.generation_config or {}), f"generation config of {lm.name!r}"

@@ -20,7 +20,14 @@ NEW = 64
 
 def new_tokens(lengths: np.ndarray, max_new: Any, max_length: Any, said: Config) -> tuple[np.ndarray, str]:
     """Returns the maximum number of new tokens of each prompt, `i64[B]`, and the name of the argument that determines
-    it."""
+    it ("max_new_tokens" or "max_length").
+
+    Args:
+        lengths: `i64[B]`, number of tokens of each prompt.
+        max_new, max_length: the arguments `max_new_tokens` and `max_length` of `generate`; at most one of them is
+            given.
+        said: the generation config of the model, used if neither is given.
+    """
     if max_new is not None and max_length is not None:
         raise ValueError("max_length and max_new_tokens: got both, takes one of them")
     if max_length is not None:
@@ -88,7 +95,8 @@ def check_reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> N
 
 
 def prefixes_of(lm: LM, context: Any, count: int) -> list[Prefix] | None:
-    """Returns the `Prefix` (keys and values of the context) of each prompt, or None if the contexts are texts."""
+    """Returns the `Prefix` (keys and values of the context) of each of `count` prompts, given as one for all or one for
+    each. None if the contexts are texts, which are still to be prefilled."""
     rows = [context] if isinstance(context, Prefix) else context if isinstance(context, list | tuple) else []
     if not any(isinstance(row, Prefix) for row in rows):
         return None
@@ -119,7 +127,8 @@ def after_contexts(lm: LM, before: list[list[int]], ids: list[list[int]],
 
 
 def contexts_of(lm: LM, context: Any, count: int) -> list[list[int]]:
-    """Returns the token ids of the context of each prompt."""
+    """Returns the token ids of the context of each of `count` prompts. `context` is one text or list of ids for all
+    prompts, or a list with one for each."""
     rows = read_prompts(lm, context, "context")
     if len(rows) not in (1, count):
         raise ValueError(f"context: got {len(rows)} for {count} prompts, takes one, or one for each")

@@ -50,7 +50,8 @@ class Piggyback(Around):
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
-        """The rounds of the method, and rounds in which some rows are prefilled."""
+        """Two kinds of rounds: those of `method`, and rounds (`Mixed`) in which some rows are prefilled while the
+        others decode."""
         return self.method, Mixed(self.method, self.budget, self.chunk, self.readers)
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
@@ -59,7 +60,8 @@ class Piggyback(Around):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed(Around):
-    """A round in which some rows are prefilled and the others decode. The attributes are those of `Piggyback`."""
+    """The method for rounds in which some rows are prefilled while the others decode by `method`. The attributes have
+    the same meaning as those of `Piggyback`."""
 
     method: Algorithm
     budget: int

@@ -61,7 +61,8 @@ def policy_of(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, samp
 
 
 def evenly_spaced(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
-    """Returns the policy with arithmetic sampling, in which the samples of a prompt have evenly spaced codes."""
+    """Returns the policy with the transform `link` for arithmetic sampling added: the samples of a prompt are decoded
+    from evenly spaced codes in [0, 1), so that they differ more than independent ones."""
     if method.traits.canvas or method.traits.samples is not None:
         raise ValueError(f"arithmetic_sampling: {name_of(method)} draws its samples in a way of its own; takes a "
                          "method that draws them token by token")

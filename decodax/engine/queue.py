@@ -56,7 +56,8 @@ class Refused:
 
     @property
     def outcome(self) -> Result | Exception:
-        """The error; or an empty result, if the time of the prompt was over before it began."""
+        """What the caller gets for this prompt: the error, or a result without tokens and with `Status.TIME` if the
+        time of the prompt was over before it began."""
         return unstarted(self.error.request) if isinstance(self.error, OutOfTime) else self.error
 
 
@@ -182,7 +183,8 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
 
 
 def ahead_of(seats: int, ahead: int | None) -> int:
-    """Returns the maximum number of waiting tickets."""
+    """Returns the maximum number of waiting tickets: `ahead` but at least `seats`, or 4 times `seats` if `ahead` is
+    None."""
     return 4 * seats if ahead is None else max(ahead, seats)
 
 

@@ -54,8 +54,14 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def chunk_width(left: int, chunk: int, size: int) -> int:
-    """Returns the number of tokens of a prefill round if the longest prompt has `left` tokens left. There are few
-    different widths, so that few programs are compiled."""
+    """Returns the number of tokens of one prefill round. There are few different widths, so that few programs are
+    compiled.
+
+    Args:
+        left: number of tokens that the longest prompt still has to prefill; if few, a narrow round is used.
+        chunk: maximum number of tokens of a round.
+        size: number of slots of the token buffer, also a maximum.
+    """
     return min(NARROW if left < SHORT else chunk, chunk, size)
 
 

@@ -241,8 +241,8 @@ class Request:
 
     @property
     def more(self) -> int:
-        """Maximum number of tokens of a row after its cache is finished: the new tokens, and prompt tokens after the
-        context."""
+        """Maximum number of tokens that a row commits after its cache has finished its prefill phase: its new tokens,
+        and the tokens of its prompt after the context, if there is one."""
         asked = 0 if self.context is None else max(len(row) - n for row, n in
                                                    zip(self.prompts, self.context.tolist(), strict=True))
         return int(self.max_new.max()) + asked
@@ -254,12 +254,13 @@ class Request:
 
     @property
     def answers(self) -> int:
-        """Number of rows of the result for each prompt."""
+        """Number of rows of each prompt that are returned as results: `samples`, or fewer for methods that work on
+        several rows of a prompt (`Traits.answers`)."""
         return self.algorithm.traits.answers or self.samples
 
     @property
     def firsts(self) -> Policy:
-        """The policy of the first row of each prompt."""
+        """The sampling policy with one row for each prompt: that of the prompt's first row."""
         rows: Any = np.arange(len(self)) * self.samples
         return self.policy if self.samples == 1 else self.policy.select(rows)
 

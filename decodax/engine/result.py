@@ -43,13 +43,14 @@ class Statistics:
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens for each row and forward pass of the target model, for all rows together."""
+        """Mean number of new tokens of a row in a forward pass of the target model that it took part in, over all
+        rows."""
         return float(self.tokens.sum() / max(self.rounds.sum(), 1))
 
     @property
     def mean_accepted_length(self) -> float:
-        """1 + accepted draft tokens in each verification; the 1 is the target model's own token (vLLM's
-        mean_acceptance_length)."""
+        """Mean number of tokens that a row gets in a verification, over all rows: the accepted draft tokens, and 1 for
+        the target model's own token (vLLM's mean_acceptance_length)."""
         return 1 + float(self.accepted.sum() / max(self.rounds.sum(), 1))
 
     @property
@@ -59,7 +60,8 @@ class Statistics:
 
     @property
     def acceptance_per_position(self) -> np.ndarray:
-        """`f64[M - 1]`, share of the rounds in which the first, second, ... draft token was accepted."""
+        """`f64[M - 1]`: entry `i` is the share of the rounds of all rows in which at least `i + 1` draft tokens were
+        accepted, counted as rounds with at least `i + 2` decided tokens."""
         rounds = self.histogram.sum(0)
         return rounds[::-1].cumsum()[::-1][2:] / max(rounds.sum(), 1)
 

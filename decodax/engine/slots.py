@@ -127,12 +127,14 @@ class Slots:
         self._burst, self._barren, self._bound = 1, 0, 0
 
     def fits(self, request: Request) -> bool:
-        """Returns True if the seats are large enough for the request."""
+        """Returns True if the rows of this batch are large enough for `request`: for its longest row, and for the
+        tokens that it commits after its prefill phase."""
         return request.longest <= self.shape.size and request.more <= self.more
 
     @property
     def known(self) -> list[tuple[int, ...]]:
-        """Token ids of the prefixes whose caches are kept for later prompts."""
+        """Token ids of each prefix whose cache is kept, so that later prompts that begin with it need not prefill
+        it."""
         return list(self._known or ())
 
     @property
@@ -275,7 +277,8 @@ def possible(request: Request) -> bool:
 
 
 def kin(request: Request) -> Any:
-    """Returns a value that is equal for two requests if their prompts can run in one batch."""
+    """Returns a value to compare requests by: two requests with equal values have the same model, method and kind of
+    sampling, and their prompts can run in one batch."""
     lm, policy = request.lm, request.policy
     leaves, structure = jax.tree.flatten(policy.own)
     of = lambda tree: jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), tree)

@@ -126,11 +126,13 @@ class DTS(CanvasExplorer):
                              "numbers above 0, the last one from 0 to 1")
 
     def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
-        """Returns the child of canvas `node` at which a simulation continues."""
+        """Returns the number of the child of canvas `node` to which a simulation goes: one drawn with probability
+        proportional to `exp(lam v)`, with `v` its soft value."""
         return tree.draw(node, self.lam, rng)
 
     def leaves(self, tree: CanvasTree, rng: np.random.Generator) -> list[int]:
-        """Returns the `n` leaves whose texts are the result; the first one is the answer."""
+        """Returns the numbers of `n` finished canvases of the tree whose texts are the result; the first one is the
+        answer. Each is drawn by a walk from the root (`CanvasTree.walk`)."""
         return [tree.walk(self.lam, rng) for _ in range(self.n)]
 
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:

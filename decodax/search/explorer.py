@@ -220,7 +220,8 @@ def resample(weights: np.ndarray, rng: np.random.Generator, how: str = "multinom
 
 
 def settled(chosen: np.ndarray) -> np.ndarray:
-    """Reorders drawn rows so that as many as possible stay in their own place: `i64[n]`, from row indices `i64[n]`."""
+    """Reorders drawn rows so that as many as possible stay in their own place: returns a permutation of `chosen`
+    (`i64[n]`, row indices) in which entry `i` is `i` for each row `i` that was drawn."""
     n = len(chosen)
     left = np.bincount(chosen, minlength=n)
     out = np.full(n, -1)

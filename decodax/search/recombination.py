@@ -109,8 +109,8 @@ class _Node:
 
 
 class Growing:
-    """The lattice of one prompt during the search. Nodes are numbered in the order in which they were added; 0 is the
-    prompt."""
+    """The lattice (a graph of tokens whose paths are texts) of one prompt during the search. Nodes are numbered in the
+    order in which they were added; 0 is the prompt."""
 
     def __init__(self, rule: Recombination, first: int, eos: frozenset[int], reads: Callable[[int], Hashable]) -> None:
         self.rule, self.eos, self.reads = rule, eos, reads
@@ -165,7 +165,8 @@ class Growing:
         return seen
 
     def note(self, pointer: int, new: int) -> None:
-        """Indexes the node `new`, a child of `pointer`, by each n-gram of `suffix` tokens that ends a path to it."""
+        """Enters the node `new`, a child of node `pointer`, into the index of nodes by their last `suffix` tokens, once
+        for each path that leads to it."""
         def ending(u: int, n: int) -> list[Path]:
             if n == 1:
                 return [(self.nodes[u].token,)]
@@ -175,8 +176,8 @@ class Growing:
             self.by_suffix.setdefault((*front, self.nodes[new].token), []).append(new)
 
     def matched(self, u: int, ngram: Path) -> tuple[list[int], int] | None:
-        """Returns the nodes that spell an n-gram backwards from node `u`, on the first path that does, and the length
-        of that path; None if no path does."""
+        """Searches the paths that end at node `u` for one whose last tokens are `ngram`. Returns the nodes of these
+        tokens, from `u` backwards, and the number of tokens of the path from the root; None if there is none."""
         paths = [[u]]
         for token in reversed(ngram):
             paths = [[*path, v] for path in paths if self.nodes[path[-1]].token == token
@@ -190,8 +191,9 @@ class Growing:
         return nodes, length
 
     def like(self, new: int) -> tuple[int, list[int]] | None:
-        """Returns an earlier node with which the node `new` may be merged, and the nodes of its last `suffix` tokens,
-        backwards; None if there is none."""
+        """Returns an earlier node with which the node `new` may be merged, and that node's last `suffix` nodes,
+        backwards; None if there is none. Their last `suffix` tokens are equal, and their lengths differ by less than
+        `gap`."""
         n, path = self.rule.suffix, self.nodes[new].path
         if len(path) <= n:
             return None

@@ -31,10 +31,11 @@ LARGEST = (1 << 15) - 1
 
 @dataclasses.dataclass(frozen=True)
 class CacheGen:
-    """A codec of prefixes.
+    """A codec that stores the keys and values of prefixes in small files: the first token of each group (the anchor) in
+    8 bits, and the others as quantized, entropy-coded differences from it.
 
     Attributes:
-        group: number of tokens that share an anchor, the first of them.
+        group: number of tokens of a group.
         steps: quantization steps of differences, in standard deviations, for the first, second and last third of the
             layers.
         most: largest number of steps of a difference, at most 32,767; larger differences are clipped.
@@ -84,7 +85,8 @@ def anchors(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def others(length: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of the tokens that are not anchors, and the number of the group of each."""
+    """Returns the indices of the tokens that are not the first ones of their groups, in a text of `length` tokens in
+    groups of `group`, and the number of the group of each."""
     at = np.arange(length)
     rest = at[at % group > 0]
     return rest, rest // group

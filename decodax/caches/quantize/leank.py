@@ -48,7 +48,8 @@ def sparsified(factors: np.ndarray, ratio: float, align: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class LeanKCodec(Codec):
-    """Stores some channels of keys, and values unchanged.
+    """Stores only some channels of each key (the others are decoded as 0), and values unchanged. Of a head that keeps
+    no channel nothing is stored except the first tokens; it attends to these and to the latest ones.
 
     Attributes:
         channels: `bool[L, G, d]`, True for kept channels.

@@ -118,7 +118,8 @@ class MiniCacheCache(Tail, PromptPhase):
         return out, own_entry(q, k, v)
 
     def of_prompt(self, layer: int) -> Array:
-        """Returns the prompt's keys and values in a layer, `f[B, G, S, d + e]`."""
+        """Returns the prompt's keys and values in layer number `layer`, `f[B, G, S, d + e]`; for a merged layer they
+        are computed from the directions and norms of its pair."""
         first = self.kind.first(len(self.kv))
         if layer < first or layer >= first + 2 * len(self.pairs):
             return self.prompt[layer if layer < first else layer - 2 * len(self.pairs)]

@@ -22,11 +22,11 @@ Sparsity = Annotated[float, Range(0, 1, below=True)]
 
 @struct
 class SparseTokens(Struct):
-    """The kept numbers of each token.
+    """The largest numbers of each token's key or value, without those that are dropped.
 
     Attributes:
-        kept: `f[G, n, k]`, the numbers.
-        which: `u8[G, n, d / 8]`, a bitmap of their places.
+        kept: `f[G, n, k]`, the `k` kept numbers of each of `n` tokens, in the order of their channels.
+        which: `u8[G, n, d / 8]`, a bitmap of their channels.
     """
 
     kept: Array

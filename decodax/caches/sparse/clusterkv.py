@@ -161,7 +161,7 @@ class ClusterKVConfig(FittedConfig, SparseConfig):
             raise ValueError(f"budget: got {self.budget}, takes more than the {self.sinks} first tokens")
 
     def reads(self, size: int) -> int:
-        """Returns the number of tokens in clusters that a query attends to, in texts of `size` tokens."""
+        """Returns the number of tokens of clusters that a query attends to in texts of up to `size` tokens."""
         return min(self.budget - self.sinks, size)
 
     def clusters(self, size: int) -> int:
