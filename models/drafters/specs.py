@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decodax.common.axes import MODEL, over
 from decodax.models.drafters.head import DraftHead, Weights
@@ -18,7 +18,7 @@ INPUTS = {"attn": ("o",), "mlp": ("down",)}
 """Kernels in decoder layers whose outputs, or inputs, are divided."""
 
 
-def head_shardings(head: DraftHead, weights: Weights, mesh: Mesh, axis: str = MODEL) -> Any:
+def head_shardings(head: DraftHead, weights: Weights, mesh: Mesh | AbstractMesh, axis: str = MODEL) -> Any:
     """Returns a `NamedSharding` for each weight of a head.
 
     Attention heads, MLPs, the vocabulary matrix and the projection of the target's layers are divided over `axis` where
