@@ -16,7 +16,26 @@ from decodax.engine.request import Request
 
 @dataclasses.dataclass
 class TextRows:
-    """A batch of texts in the making: `n` rows for each of `P` prompts. Arrays over rows have shape `[P, n]`."""
+    """A batch of texts that are being generated: `n` rows for each of `P` prompts. Arrays over rows have shape `[P,
+    n]`.
+
+    Attributes:
+        job: the batch.
+        n: number of rows of a prompt.
+        until: strings that end a step.
+        step_tokens: maximum number of tokens of a step; None: no limit.
+        stop: strings that end a text.
+        status: `i32[P, n]`, why a text has ended; `Status.RUNNING` if it has not.
+        lengths: `i64[P, n]`, number of tokens of each row, including the prompt.
+        bound: `i64[P, n]`, maximum number of tokens of each row.
+        keys: random key of each row.
+        spent: number of tokens generated so far, including rows that were dropped.
+        fed: number of tokens appended from outside.
+        generation: `i64[P]`, number of times that rows of each prompt were forked or truncated.
+        draws: `i64[P]`, number of random generators that were made for each prompt.
+        marks: ids of tokens that also end a step.
+        rounds: number of forward passes of the target model so far.
+    """
 
     __repr__ = short
 
