@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
 from tests.io.gguf.writing import byte_level
@@ -33,6 +34,7 @@ class Kind:
         metadata: entries beside those that all have, from the `config.json` and the tensors.
         change: returns what the converter makes of a tensor under its name in the checkpoint, by name.
         more: further entries of the `config.json`.
+        type: the type of a tensor by its name in the file.
     """
 
     arch: str
@@ -40,6 +42,7 @@ class Kind:
     metadata: Callable[[dict[str, Any], Tensors], dict[str, Any]]
     change: Callable[[str, np.ndarray, dict[str, Any]], dict[str, np.ndarray]] = lambda name, x, c: {name: x}
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    type: Callable[[str], Type] = lambda place: Type.F32
 
 
 def stacked(tensors: Tensors) -> Tensors:
@@ -320,9 +323,8 @@ KINDS = {
 """Small checkpoints by name."""
 
 
-def written(name: str, directory: Path) -> tuple[Path, Path]:
+def written(kind: Kind, directory: Path) -> tuple[Path, Path]:
     """Returns the directory of a small checkpoint and its GGUF file."""
-    kind = KINDS[name]
     model = tiny.build(kind.case, vocab_size=VOCAB, **kind.more)
     model.save_pretrained(directory)
     return directory, converted(directory, kind, model.config.to_dict())
@@ -339,7 +341,9 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
     changed = {new: y for old, x in stacked(tensors).items() for new, y in kind.change(old, x, c).items()}
     for place, x in _placed(changed, names):
         if place != "output.weight" or not c.get("tie_word_embeddings"):
-            file.add_tensor(place, np.ascontiguousarray(x, np.float32))
+            own, x = kind.type(place), np.ascontiguousarray(x, np.float32)
+            file.add_tensor(place, x if own == Type.F32 else gguf.quants.quantize(x, own),
+                            raw_dtype=None if own == Type.F32 else own)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()

@@ -31,7 +31,7 @@ def same(lm: Any) -> Any:
 @pytest.mark.wide(but=("qwen3.5",))
 @pytest.mark.parametrize("name", often([name for name in KINDS if "falcon-h1" not in name], KINDS))
 def test_a_file_holds_the_network_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    directory, file = written(name, tmp_path)
+    directory, file = written(KINDS[name], tmp_path)
     wanted, lm = dx.load(directory), dx.load(file)
     if name.startswith("falcon-h1"):        # the file has its factors in the weights
         run: Any = lambda lm: jax.jit(lm.model.forward, compiler_options={"xla_backend_optimization_level": 0})(
