@@ -137,7 +137,7 @@ def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig,
     """
     found, missing = dict[str, RowSource](), []
     for path, leaf in shapes.items():
-        view = architecture.views.get(path.split(".", 2)[-1]) if path.startswith("layers.") else None
+        view = architecture.views.get(path.split(".", 2)[-1] if path.startswith("layers.") else path)
         if view is not None:
             source = _viewed(view, path, file, config, shapes, first)
             if isinstance(source, str):
@@ -178,20 +178,20 @@ def _viewed(view: Stored, path: str, file: GgufFile, config: DecoderConfig, shap
     Raises:
         CheckpointError: the tensor does not have the number of entries that the configuration says.
     """
-    _, index, rest = path.split(".", 2)
+    within, index, rest = path.split(".", 2) if path.startswith("layers.") else ("", "0", path)
     layer, leaf = config.layers[int(index)], shapes[path]
     if view.entry:
         name = f"{file.metadata['general.architecture']}.{view.name}"
         listed = np.ravel(file.metadata.get(name, ()))
         return name if len(listed) <= int(index) else RowSource(
             next(iter(file.tensors.values())), 0, 0, values=np.asarray(listed[int(index)], np.float32))
-    name = f"blk.{int(index) + first}.{view.name}"
+    name, beside = (f"blk.{int(index) + first}.{view.name}", f"layers.{index}.") if within else (view.name, "")
     tensor = file.tensors.get(name)
     if tensor is None:
         return name
     entries = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     total = math.prod(tensor.shape) // entries
-    widths = [shapes[f"layers.{index}.{other}"].shape[-1] for other in view.of] or [total]
+    widths = [shapes[f"{beside}{other}"].shape[-1] for other in view.of] or [total]
     at = view.of.index(rest) if view.of else 0
     start, picks = sum(widths[:at]), None if view.rows is None else view.rows(config, layer)
     rows = widths[at] if picks is None else len(picks)

@@ -25,7 +25,8 @@ class Stored:
 
     Attributes:
         name: name of the tensor within the layer, or of an entry of the metadata with a number for each layer.
-        of: the weights whose rows the tensor has, in its order, by their paths within a layer; empty: this one alone.
+        of: the weights whose rows the tensor has, in its order, by their paths within a layer, or whole paths outside
+            of layers; empty: this one alone.
         turn: makes the weight of the tensor's numbers `f32[rows, entries]`, by the configuration; None: they are it.
         rows, columns: order of the rows, and of the entries of a row; None: the network's.
         entry: True if `name` is that of an entry.
@@ -134,7 +135,12 @@ def delta(repeated: bool) -> dict[str, Stored]:
             "attn.gate.kernel": Stored("attn_q.weight", rows=halves(True))}
 
 
+STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
+    f"{theirs}.weight", tuple(f"streams.{ours}.{j}.kernel" for j in range(3)))
+    for ours, theirs in (("into", "altup_proj"), ("out", "altup_unembd_proj")) for i in range(3)}
+"""The projections of Gemma 3n's residual streams, one tensor for all streams but the active one."""
+
 XIELU = {f"mlp.act.{name}": Stored(f"xielu.{name}", entry=True) for name in ("alpha_p", "alpha_n", "beta", "eps")}
 """The parameters of the activation xIELU (Apertus)."""
 
-__all__ = ["SCAN", "SHORT", "XIELU", "Stored", "delta", "expanded", "ssd"]
+__all__ = ["SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]

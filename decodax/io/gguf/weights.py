@@ -168,5 +168,5 @@ def _decoded(tensor: GgufTensor, raw: np.ndarray, rows: RowReader) -> np.ndarray
         return quants.dequantize(raw, package().GGMLQuantizationType[tensor.type])
     except NotImplementedError:
         raise CheckpointError(f"{rows.file.path}: tensor {tensor.name}: has type {tensor.type}, takes "
-                              f"{', '.join(FLOATS)}, {', '.join(kind.upper() for kind in PACKED)}, or another type that "
-                              "the package gguf decodes") from None
+                              f"{', '.join(FLOATS)}, {', '.join(kind.upper() for kind in PACKED)}, or another type "
+                              "that the package gguf decodes") from None

@@ -337,7 +337,7 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
     _metadata(file, c, kind.metadata(c, tensors))
     if c["vocab_size"] == VOCAB:
         byte_level(file)
-    names = gguf.get_tensor_name_map(next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == kind.arch), 8)
+    names = gguf.get_tensor_name_map(next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == kind.arch), 64)
     changed = {new: y for old, x in stacked(tensors).items() for new, y in kind.change(old, x, c).items()}
     for place, x in _placed(changed, names):
         if place != "output.weight" or not c.get("tie_word_embeddings"):

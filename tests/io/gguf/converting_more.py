@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,47 @@ def sinks(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
             "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
 
+def llama4(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Parts gates from values, and puts the outputs of experts first."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(np.swapaxes(x, 1, 2), 2, 1)
+        return {name.replace("gate_up_proj", f"{own}_proj.weight"): y for own, y in (("gate", gate), ("up", up))}
+    return {f"{name}.weight": np.swapaxes(x, 1, 2)} if name.endswith("experts.down_proj") else {name: x}
+
+
+def chunked(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    return {"feed_forward_length": c["intermediate_size_mlp"], "expert_feed_forward_length": c["intermediate_size"],
+            "expert_count": c["num_local_experts"], "expert_used_count": c["num_experts_per_tok"],
+            "interleave_moe_layer_step": c["interleave_moe_layer_step"], "attention.key_length": c["head_dim"],
+            "attention.value_length": c["head_dim"], "rope.dimension_count": c["head_dim"]}
+
+
+def gemma3n(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {f"{name}.weight" if name.endswith("_scale") else name: x}
+
+
+def streams(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    far, near = (c["rope_parameters"][f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding"))
+    for part in ("altup_projections", "altup_unembed_projections"):     # the converter writes one tensor for all
+        tensors[f"model.{part}.weight"] = np.stack([tensors.pop(f"model.{part}.{i}.weight") for i in range(3)])
+    return {"attention.key_length": c["head_dim"], "attention.value_length": c["head_dim"],
+            "rope.freq_base": float(far), "rope.freq_base_swa": float(near),
+            "attention.sliding_window": c["sliding_window"], "attention.shared_kv_layers": c["num_kv_shared_layers"],
+            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+            "altup.active_idx": c["altup_active_idx"], "altup.num_inputs": c["altup_num_inputs"],
+            "embedding_length_per_layer_input": c["hidden_size_per_layer_input"],
+            "final_logit_softcapping": float(c["final_logit_softcapping"]), "activation_sparsity_scale": [
+                float(np.float32(NormalDist().inv_cdf(share))) if share else -np.inf
+                for share in c["activation_sparsity_pattern"]]}
+
+
+ALTUP = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 260}
+FOUR = {"attention_chunk_size": 8192, "floor_scale": 8192, "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1],
+        "layer_types": None}
+
 MORE = {
+    "llama4": Kind("llama4", "llama4", chunked, llama4, FOUR),
+    "gemma3n": Kind("gemma3n", "gemma3n", streams, gemma3n, ALTUP),
     "gpt-oss": Kind("gpt-oss", "gpt-oss", sinks, gpt_oss, {
         "hidden_size": 64, "intermediate_size": 96, "swiglu_limit": 7.0}),
     "gpt-oss-mxfp4": Kind("gpt-oss", "gpt-oss", sinks, gpt_oss, {
