@@ -111,24 +111,30 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         CheckpointError: as there, or a tensor is not part of the network.
     """
     found = find_rows(file, architecture, config, shapes)
-    used = {source.tensor.name for source in found.values() if source.values is None}
     # Layers that predict further tokens, and keys of layers that attend to those of others.
     spare = tuple(f"blk.{i}." for i in range(len(config.layers), len(config.layers) + 8)) + tuple(
         f"blk.{i}.attn_{part}" for i, layer in enumerate(config.layers) if layer.reads is not None for part in "kv")
-    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
-    if left:
-        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
+    refuse_others(file, found, spare)
     return found
 
 
-def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig, shapes: dict[str, Any], first: int = 0
+def refuse_others(file: GgufFile, found: Mapping[str, RowSource], spare: tuple[str, ...] = ()) -> None:
+    """Raises CheckpointError if a file has tensors that are neither in `found` nor unused. `spare` are beginnings of
+    further names that are unused."""
+    used = {source.tensor.name for source in found.values() if source.values is None}
+    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
+    if left:
+        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
+
+
+def find_rows(file: GgufFile, architecture: Architecture, config: Any, shapes: dict[str, Any], first: int = 0
               ) -> dict[str, RowSource]:
     """Returns the rows of each weight.
 
     Args:
         file: the file.
         architecture: how it is read.
-        config: the network's configuration.
+        config: the network's configuration, of a decoder or another network.
         shapes: the shapes of its weights by path.
         first: number of the network's first layer in the file.
 
@@ -137,7 +143,8 @@ def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig,
     """
     found, missing = dict[str, RowSource](), []
     for path, leaf in shapes.items():
-        view = architecture.views.get(path.split(".", 2)[-1] if path.startswith("layers.") else path)
+        view = architecture.views.get(path.split(".", 2)[-1]) if path.startswith("layers.") else (
+            architecture.outside.get(path))
         if view is not None:
             source = _viewed(view, path, file, config, shapes, first)
             if isinstance(source, str):
@@ -171,7 +178,7 @@ def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig,
     return found
 
 
-def _viewed(view: Stored, path: str, file: GgufFile, config: DecoderConfig, shapes: dict[str, Any], first: int
+def _viewed(view: Stored, path: str, file: GgufFile, config: Any, shapes: dict[str, Any], first: int
             ) -> RowSource | str:
     """Returns the rows of a weight with a view, or the name of its tensor if the file lacks it.
 
@@ -179,7 +186,8 @@ def _viewed(view: Stored, path: str, file: GgufFile, config: DecoderConfig, shap
         CheckpointError: the tensor does not have the number of entries that the configuration says.
     """
     within, index, rest = path.split(".", 2) if path.startswith("layers.") else ("", "0", path)
-    layer, leaf = config.layers[int(index)], shapes[path]
+    leaf, ordered = shapes[path], view.rows is not None or view.columns is not None
+    layer = config.layers[int(index)] if ordered else None
     if view.entry:
         name = f"{file.metadata['general.architecture']}.{view.name}"
         listed = np.ravel(file.metadata.get(name, ()))

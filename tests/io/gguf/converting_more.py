@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from tests.io.gguf.converting import Kind, Tensors
+from tests.io.gguf.converting import Kind, Tensors, mamba2
 
 
 def gpt_oss(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -63,6 +63,19 @@ def streams(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
                 for share in c["activation_sparsity_pattern"]]}
 
 
+def scanned(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """The metadata of a Mamba, which has no attention: the converter writes 0 for its heads."""
+    return {"context_length": 2 ** 20, "feed_forward_length": 0, "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": c["layer_norm_epsilon"], "ssm.conv_kernel": c["conv_kernel"],
+            "ssm.state_size": c["state_size"], "ssm.inner_size": 2 * c["hidden_size"],
+            **({"ssm.group_count": c["n_groups"], "ssm.time_step_rank": c["num_heads"]} if "n_groups" in c else {
+                "ssm.time_step_rank": c["time_step_rank"], "ssm.dt_b_c_rms": False})}
+
+
+def mamba(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: -np.exp(x) if name.endswith("A_log") else x.squeeze() if "conv1d" in name else x}
+
+
 ALTUP = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 260}
 FOUR = {"attention_chunk_size": 8192, "floor_scale": 8192, "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1],
         "layer_types": None}
@@ -76,3 +89,7 @@ MORE = {
         "hidden_size": 64, "intermediate_size": 96, "swiglu_limit": 7.0},
         lambda place: Type.MXFP4 if place.endswith("exps.weight") else Type.F32)}
 """Small checkpoints by name."""
+
+RECURRENT = {"mamba": Kind("mamba", "", scanned, mamba), "mamba2": Kind(
+    "mamba2", "", scanned, lambda name, x, c: mamba2(name, x, c["n_groups"]))}
+"""Networks of state-space layers by name."""
