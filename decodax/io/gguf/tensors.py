@@ -196,7 +196,8 @@ def _viewed(view: Stored, path: str, file: GgufFile, config: Any, shapes: dict[s
     name, beside = (f"blk.{int(index) + first}.{view.name}", f"layers.{index}.") if within else (view.name, "")
     tensor = file.tensors.get(name)
     if tensor is None:
-        return name
+        older = name if view.older is None else _viewed(view.older, path, file, config, shapes, first)
+        return name if isinstance(older, str) else older
     entries = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     total = math.prod(tensor.shape) // entries
     widths = [shapes[f"{beside}{other}"].shape[-1] for other in view.of] or [total]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from statistics import NormalDist
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from tests.io.gguf.converting import Kind, Tensors, mamba2
+from tests.io.gguf.converting import KINDS, Kind, Tensors, deepseek, latent, mamba2
 
 
 def gpt_oss(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -63,6 +64,21 @@ def streams(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
                 for share in c["activation_sparsity_pattern"]]}
 
 
+def latent_before(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """The metadata of files with keys and values in one tensor: widths of keys and values, not of the latent."""
+    found = {key: value for key, value in latent(c, tensors).items() if not key.endswith("_mla")}
+    return found | {"attention.head_count_kv": c["num_attention_heads"], "attention.value_length": c["v_head_dim"],
+                    "attention.key_length": c["qk_nope_head_dim"] + c["qk_rope_head_dim"]}
+
+
+def deepseek_before(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: x} if "kv_b_proj" in name else deepseek(name, x, c)
+
+
+def before(name: str) -> Kind:
+    return dataclasses.replace(KINDS[name], metadata=latent_before, change=deepseek_before)
+
+
 def scanned(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
     """The metadata of a Mamba, which has no attention: the converter writes 0 for its heads."""
     return {"context_length": 2 ** 20, "feed_forward_length": 0, "attention.head_count": 0,
@@ -81,6 +97,7 @@ FOUR = {"attention_chunk_size": 8192, "floor_scale": 8192, "num_hidden_layers": 
         "layer_types": None}
 
 MORE = {
+    "deepseek-v2-before": before("deepseek-v2"), "deepseek-v3-before": before("deepseek-v3"),
     "llama4": Kind("llama4", "llama4", chunked, llama4, FOUR),
     "gemma3n": Kind("gemma3n", "gemma3n", streams, gemma3n, ALTUP),
     "gpt-oss": Kind("gpt-oss", "gpt-oss", sinks, gpt_oss, {
