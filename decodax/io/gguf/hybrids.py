@@ -11,7 +11,7 @@ from decodax.io.files import CheckpointError
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, Entries, depth, experts, routed, scaled
 from decodax.io.gguf.views import LATENT as KEYS_AND_VALUES
-from decodax.io.gguf.views import SCAN, SHORT, delta, ssd
+from decodax.io.gguf.views import SCAN, SHORT, Stored, delta, ssd
 
 
 def _attending(m: Metadata) -> list[bool]:
@@ -73,13 +73,14 @@ def _ssd(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 def _granite_hybrid(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     kinds = ["attention" if attends else "mamba" for attends in _attending(m)]
-    if m.get("rope.scaling.finetuned", False):
-        raise CheckpointError(f"{m.file.path}: {m.name}.rope.scaling.finetuned: got True, as in Bamba's files, which "
-                              "are not read; takes False, as in Granite's")
-    count = m.get("expert_count", 0)
-    return {**c, **scaled(m, c), **_ssd(m, c), "model_type": "granitemoehybrid", "layer_types": kinds,
-            "attention_bias": m.held("attn_q.bias"), "num_local_experts": count, "position_embedding_type": "nope",
-            "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"],
+    count, own = m.get("expert_count", 0), {
+        **c, **_ssd(m, c), "attention_bias": m.held("attn_q.bias"),
+        "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"]}
+    if m.get("rope.scaling.finetuned", False):      # a Bamba, whose attention has a rope
+        return {**own, "model_type": "bamba", "mlp_bias": m.held("ffn_down.bias"),
+                "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "attention"]}
+    return {**own, **scaled(m, c), "model_type": "granitemoehybrid", "layer_types": kinds,
+            "num_local_experts": count, "position_embedding_type": "nope",
             "num_experts_per_tok": m.get("expert_used_count", 0),
             "shared_intermediate_size": m.get("expert_shared_feed_forward_length", c["intermediate_size"])}
 
@@ -128,8 +129,10 @@ LATENT = {f"attn.{ours}": f"attn_{theirs}" for ours, theirs in (
     ("q_a", "q_a"), ("q_a_norm", "q_a_norm"), ("q_b", "q_b"), ("kv_a", "kv_a_mqa"), ("kv_a_norm", "kv_a_norm"))}
 
 HYBRIDS: dict[str, Architecture] = {
-    "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0, views=KEYS_AND_VALUES),
-    "falcon-h1": Architecture(_falcon_h1, views=ssd("beside")),
+    "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0,
+                              views=KEYS_AND_VALUES),
+    "falcon-h1": Architecture(_falcon_h1, views=ssd("beside") | {
+        "mlp_in.scale": Stored("ffn_norm", older=Stored("ffn_norm.weight"))}),     # converters forget the ending
     "granitehybrid": Architecture(_granite_hybrid, permuted=True, names=SHARED, by_layer=True, views=ssd("attn")),
     "jamba": Architecture(_jamba, by_layer=True, views=SCAN),
     "lfm2": Architecture(_lfm2, names={"norm": "token_embd_norm"}, by_layer=True, views=SHORT),

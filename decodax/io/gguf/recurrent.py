@@ -21,8 +21,8 @@ from decodax.models.transformer import Weights
 
 def _mamba(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     if m.get("ssm.dt_b_c_rms", False):
-        raise CheckpointError(f"{m.file.path}: {m.name}.ssm.dt_b_c_rms: got True, as in Falcon Mamba's files, which are "
-                              "not read; takes False")
+        raise CheckpointError(f"{m.file.path}: {m.name}.ssm.dt_b_c_rms: got True, as in Falcon Mamba's files, which "
+                              "are not read; takes False")
     return {**c, "model_type": "mamba", "time_step_rank": m.need("ssm.time_step_rank")}
 
 

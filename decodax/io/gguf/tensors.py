@@ -187,11 +187,12 @@ def _viewed(view: Stored, path: str, file: GgufFile, config: Any, shapes: dict[s
     """
     within, index, rest = path.split(".", 2) if path.startswith("layers.") else ("", "0", path)
     leaf, ordered = shapes[path], view.rows is not None or view.columns is not None
-    layer = config.layers[int(index)] if ordered else None
+    layer: Any = config.layers[int(index)] if ordered else None
     if view.entry:
-        name = f"{file.metadata['general.architecture']}.{view.name}"
-        listed = np.ravel(file.metadata.get(name, ()))
-        return name if len(listed) <= int(index) else RowSource(
+        # The package gguf writes the name alone, others that of the architecture before it.
+        listed = np.ravel(file.metadata.get(view.name, file.metadata.get(
+            f"{file.metadata['general.architecture']}.{view.name}", ())))
+        return view.name if len(listed) <= int(index) else RowSource(
             next(iter(file.tensors.values())), 0, 0, values=np.asarray(listed[int(index)], np.float32))
     name, beside = (f"blk.{int(index) + first}.{view.name}", f"layers.{index}.") if within else (view.name, "")
     tensor = file.tensors.get(name)

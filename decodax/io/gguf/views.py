@@ -30,7 +30,7 @@ class Stored:
         turn: makes the weight of the tensor's numbers `f32[rows, entries]`, by the configuration; None: they are it.
         rows, columns: order of the rows, and of the entries of a row; None: the network's.
         entry: True if `name` is that of an entry.
-        older: the form in files without this tensor, which older converters wrote; None: there are none.
+        older: the form in files without this tensor, which other converters wrote; None: there are none.
     """
 
     name: str

@@ -145,7 +145,7 @@ def falcon_h1(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarr
         parts = np.split(x * c["ssm_in_multiplier"], np.cumsum([inner, inner, states, states]))
         return {name: np.concatenate([part * own for part, own in zip(parts, c["ssm_multipliers"], strict=True)])}
     if "pre_ff_layernorm" in name:
-        return {f"blk.{name.split('.')[2]}.ffn_norm.weight": x}
+        return {f"blk.{name.split('.')[2]}.ffn_norm": x}       # so named by the package gguf
     factor = next((own for part, own in factors.items() if part in name), 1.0)
     return mamba2(name, x * np.float32(factor), c["mamba_n_groups"])
 
@@ -370,4 +370,4 @@ def _metadata(file: gguf.GGUFWriter, c: dict[str, Any], own: dict[str, Any]) -> 
         if value is not None:
             add = {float: file.add_float32, bool: file.add_bool, list: file.add_array,
                    str: file.add_string}.get(type(value), file.add_uint32)
-            add(f"{file.arch}.{key}", value)
+            add(key if key.startswith("xielu.") else f"{file.arch}.{key}", value)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from tests.io.gguf.converting import KINDS, Kind, Tensors, deepseek, latent, mamba2
+from tests.io.gguf.converting import KINDS, Kind, Tensors, deepseek, latent, mamba2, states, turned
 
 
 def gpt_oss(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -92,11 +92,23 @@ def mamba(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: -np.exp(x) if name.endswith("A_log") else x.squeeze() if "conv1d" in name else x}
 
 
+def bamba_metadata(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    head = c["hidden_size"] // c["num_attention_heads"]
+    return {**states(c, c["mamba_expand"] * c["hidden_size"]), "rope.scaling.finetuned": True,
+            "rope.dimension_count": head // 2, "attention.head_count_kv": [
+                c["num_key_value_heads"] * (i in c["attn_layer_indices"]) for i in range(c["num_hidden_layers"])]}
+
+
+def bamba(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    return mamba2(name, turned(name, x, c), c["mamba_n_groups"])
+
+
 ALTUP = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 260}
 FOUR = {"attention_chunk_size": 8192, "floor_scale": 8192, "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1],
         "layer_types": None}
 
 MORE = {
+    "bamba": Kind("granitehybrid", "bamba", bamba_metadata, bamba),
     "deepseek-v2-before": before("deepseek-v2"), "deepseek-v3-before": before("deepseek-v3"),
     "llama4": Kind("llama4", "llama4", chunked, llama4, FOUR),
     "gemma3n": Kind("gemma3n", "gemma3n", streams, gemma3n, ALTUP),

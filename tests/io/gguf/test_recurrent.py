@@ -30,22 +30,27 @@ OWN: dict[str, dict[str, Any]] = {"mamba": dict(time_step_rank=3), "mamba2": dic
     num_heads=4, head_dim=16, n_groups=2, chunk_size=256)}
 
 
-def written(name: str, type_: Any = None, **more: Any) -> tuple[Path, Path]:
-    """Returns the directory of a small checkpoint and its GGUF file; `type_` is the type of kernels with 32 inputs or
-    a multiple."""
+def small(name: str, **more: Any) -> tuple[Any, Path]:
+    """Returns a small model of transformers with random weights, and its directory."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     config, network = {"mamba": (transformers.MambaConfig, transformers.MambaForCausalLM),
                        "mamba2": (transformers.Mamba2Config, transformers.Mamba2ForCausalLM)}[name]
-    model, directory = with_random_weights(network(config(**{**SHARED, **OWN[name], **more})).eval())
+    return with_random_weights(network(config(**{**SHARED, **OWN[name], **more})).eval())
+
+
+def written(name: str, own: Any = None, **more: Any) -> tuple[Path, Path]:
+    """Returns the directory of a small checkpoint and its GGUF file; `own` is the type of large kernels."""
+    model, directory = small(name, **more)
     large = ("ssm_in.weight", "ssm_out.weight", "ssm_x.weight", "token_embd.weight", "output.weight")
-    kind = RECURRENT[name] if type_ is None else dataclasses.replace(
-        RECURRENT[name], type=lambda place: type_ if place.endswith(large) else Type.F32)
+    kind = RECURRENT[name] if own is None else dataclasses.replace(
+        RECURRENT[name], type=lambda place: own if place.endswith(large) else Type.F32)
     return directory, converted(directory, kind, model.config.to_dict())
 
 
 @pytest.mark.parametrize(("name", "more"), [
-    ("mamba", {}), ("mamba2", {}), ("mamba", {"tie_word_embeddings": False}), ("mamba2", {"tie_word_embeddings": True})])
+    ("mamba", {}), ("mamba2", {}), ("mamba", {"tie_word_embeddings": False}),
+    ("mamba2", {"tie_word_embeddings": True})])
 def test_a_file_holds_the_network_of_the_checkpoint(name: str, more: dict[str, Any]) -> None:
     directory, file = written(name, **more)
     wanted: Any = dx.load(directory)
