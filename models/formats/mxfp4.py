@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from decodax.common.struct import struct
@@ -71,6 +72,19 @@ def _decoded(codes: Array) -> Array:
     bits = codes.astype(jnp.uint16)
     half = ((bits & 8) << 12) | ((bits & 7) << 9)
     return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+
+
+def unpack(raw: np.ndarray) -> Mxfp4Blocks:
+    """Returns the kernel of a GGUF file's blocks, `u8[N, G, 17]`, with NumPy arrays.
+
+    A block is the exponent and 16 bytes, byte `j` with the codes of its inputs `j` in the low and `j + 16` in the high
+    bits. In released files neighbours share a byte.
+    """
+    both = raw[..., 1:]
+    codes = np.concatenate([both & 15, both >> 4], -1)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return Mxfp4Blocks(codes=np.ascontiguousarray(np.swapaxes(pairs, -1, -2)),      # type: ignore[arg-type]
+                       scales=np.ascontiguousarray(raw[..., 0]))                    # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

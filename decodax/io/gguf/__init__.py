@@ -16,6 +16,7 @@ from decodax.io.files import CheckpointError
 from decodax.io.gguf.architectures import ARCHITECTURES
 from decodax.io.gguf.config import read_entries
 from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.recurrent import NETWORKS, load_recurrent
 from decodax.io.gguf.tensors import ROPE, RowReader, RowSource, row_sources
 from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.gguf.weights import FLOATS, load_weights
@@ -23,6 +24,8 @@ from decodax.io.text import Tokenizer
 from decodax.models.families import read_config
 from decodax.models.formats import Format
 from decodax.models.names import flatten
+from decodax.models.recurrent.mamba import Mamba
+from decodax.models.recurrent.mamba2 import Mamba2
 from decodax.models.transformer import Transformer, Weights
 
 __all__ = ["Gguf", "is_gguf"]
@@ -76,15 +79,20 @@ class Gguf:
         return read_generation(self.file, tokenizer)
 
     def load(self, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None, context: int | None = None,
-             weights: str | Format | None = None) -> tuple[Transformer, Weights]:
+             weights: str | Format | None = None) -> tuple[Transformer | Mamba | Mamba2, Weights]:
         """Loads the network and its weights. Arguments and errors are those of `decodax.io.checkpoint.load_model`.
 
         Args:
             dtype: None takes that of the table of embeddings if it has floats, else bfloat16.
-            mesh, context: as there.
+            mesh, context: as there; None for a Mamba or Mamba-2.
             weights: another format for the kernels; None keeps the file's.
         """
         asked, packing = checked_options(dtype, weights, context)
+        if self.file.metadata["general.architecture"] in NETWORKS:
+            if context is not None or mesh is not None:
+                raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {self.file.path.name!r}, takes "
+                                 "None: such a network runs on one device and has no context length to set")
+            return load_recurrent(self.file, self.entries, asked, packing)
         try:
             config = read_config(self.entries)
         except ValueError as error:

@@ -6,12 +6,14 @@ where they follow from the architecture.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from decodax.io.files import CheckpointError
 from decodax.io.gguf.hybrids import HYBRIDS
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, depth, experts, plain, routed, scaled
-from decodax.io.gguf.views import XIELU
+from decodax.io.gguf.views import STREAMS, XIELU
 
 
 def _llama(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -176,12 +178,51 @@ def _gemma4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
                 "sliding_attention": {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa", 1e4)}}}
 
 
+def _gemma3n(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    layers, streams = c["num_hidden_layers"], m.get("altup.num_inputs", 4)
+    narrow = m.file.tensors.get("blk.0.laurel_l.weight")
+    if streams != 4 or narrow is None:
+        raise CheckpointError(f"{m.file.path}: gemma3n: got {streams} residual streams and "
+                              f"{'no ' if narrow is None else ''}blk.0.laurel_l.weight, takes 4 streams and the tensor")
+    # The file has the number of standard deviations below which a gate is 0; llama.cpp goes by the layer's number.
+    cuts = m.each("activation_sparsity_scale", [1.6448536 if i < 10 else -math.inf for i in range(layers)])
+    table = m.file.tensors.get("per_layer_token_embd.weight")
+    return {**c, "model_type": "gemma3n_text", "attention_bias": m.biased, "layer_types": _kinds(m.each(
+                "attention.sliding_window_pattern", [(i + 1) % 5 != 0 for i in range(layers)])),
+            "intermediate_size": m.each("feed_forward_length"), "sliding_window": m.need("attention.sliding_window"),
+            "num_kv_shared_layers": m.get("attention.shared_kv_layers", max(layers - 20, 0)),
+            "hidden_size_per_layer_input": m.get("embedding_length_per_layer_input", 256),
+            "vocab_size_per_layer_input": table.shape[0] if table is not None else c["vocab_size"],
+            "final_logit_softcapping": m.get("final_logit_softcapping", 30.0), "altup_num_inputs": streams,
+            "altup_active_idx": m.get("altup.active_idx", 0),
+            "altup_correct_scale": m.has("altup_correct_scale.weight"), "laurel_rank": narrow.shape[0],
+            "activation_sparsity_pattern": [float(f"{(1 + math.erf(cut / math.sqrt(2))) / 2:.6g}") for cut in cuts],
+            "rope_parameters": {"full_attention": {"rope_theta": m.get("rope.freq_base", 1e6)},
+                                "sliding_attention": {"rope_theta": m.get("rope.freq_base_swa", 1e4)}}}
+
+
+def _llama4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    if m.get("attention.sliding_window") == 0:
+        raise CheckpointError(f"{m.file.path}: llama4.attention.sliding_window: got 0, as in files of MobileLLM, which "
+                              "are not read; files of Llama 4 have chunks of 8192 tokens")
+    # Only the mixture of 128 experts has no norms of queries and keys.
+    return {**c, "model_type": "llama4_text", **experts(m, "num_local_experts", False), "attention_bias": m.biased,
+            "intermediate_size": m.need("expert_feed_forward_length"), "intermediate_size_mlp": c["intermediate_size"],
+            "interleave_moe_layer_step": m.count("interleave_moe_layer_step"),
+            "use_qk_norm": m.need("expert_count") != 128}
+
+
+INPUTS = {"inputs.narrow": "inp_gate", "inputs.widen": "proj", "inputs.norm": "post_norm"}
+GEMMA3N = {
+    **INPUTS, "streams.router": "altup_router", "streams.router_norm": "altup_router_norm",
+    "streams.predict": "altup_predict_coef", "streams.correct": "altup_correct_coef",
+    "streams.scale": "altup_correct_scale.weight", "low_rank.narrow": "laurel_l", "low_rank.widen": "laurel_r",
+    "low_rank.norm": "laurel_post_norm"}
 GEMMA4 = {
     "mlp.shared.gate": "ffn_gate", "mlp.shared.up": "ffn_up", "mlp.shared.down": "ffn_down",
     "mlp.shared_in": "ffn_norm", "mlp.shared_out": "post_ffw_norm_1", "mlp.experts_in": "pre_ffw_norm_2",
     "mlp.experts_out": "post_ffw_norm_2", "mlp.router_in.scale": "ffn_gate_inp.scale",
-    "mlp.expert_scale": "ffn_down_exps.scale", "factor.scale": "layer_output_scale.weight", "inputs.narrow": "inp_gate",
-    "inputs.widen": "proj", "inputs.norm": "post_norm"}
+    "mlp.expert_scale": "ffn_down_exps.scale", "factor.scale": "layer_output_scale.weight", **INPUTS}
 
 ARCHITECTURES: dict[str, Architecture] = {
     **HYBRIDS,
@@ -200,6 +241,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon": Architecture(_falcon, names={"attn_in": "attn_norm_2|attn_norm", "mlp_in": "attn_norm"}),
     "gemma": Architecture(_gemma, shifted=True), "gemma2": Architecture(_gemma2, shifted=True),
     "gemma3": Architecture(_gemma3, shifted=True),
+    "gemma3n": Architecture(_gemma3n, names=GEMMA3N, by_layer=True, outside=STREAMS),
     "gemma4": Architecture(_gemma4, names=GEMMA4, by_layer=True, scaled=False),
     "glm4": Architecture(plain("glm4", lambda m: {"attention_bias": m.biased})),
     "glm4moe": Architecture(_glm4_moe, names=SHARED | LATE | CORRECTION),
@@ -211,7 +253,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture(lambda m, c: {**_granite(m, c), "model_type": "granitemoe", **experts(
         m, "num_local_experts", False)}, permuted=True),
     "hunyuan-dense": Architecture(plain("hunyuan_v1_dense", lambda m: {"attention_bias": m.biased})),
-    "llama": Architecture(_llama, permuted=True),
+    "llama": Architecture(_llama, permuted=True), "llama4": Architecture(_llama4, names=SHARED),
     "minimax-m2": Architecture(plain("minimax_m2", lambda m: {
         **experts(m, "num_local_experts", False), "intermediate_size": m.need("expert_feed_forward_length")}),
         names=CORRECTION),

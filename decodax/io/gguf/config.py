@@ -13,6 +13,7 @@ from decodax.io.files import CheckpointError
 from decodax.io.gguf.architectures import ARCHITECTURES
 from decodax.io.gguf.metadata import Factors, Metadata
 from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.recurrent import NETWORKS, recurrent_entries
 from decodax.io.gguf.tensors import ROPE
 
 
@@ -28,13 +29,10 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
             not supported.
     """
     m = Metadata(file, factors)
-    if m.name not in ARCHITECTURES:
-        near = difflib.get_close_matches(m.name, ARCHITECTURES, n=3, cutoff=0.4)
+    if m.name not in (known := sorted({**ARCHITECTURES, **NETWORKS})):
+        near = difflib.get_close_matches(m.name, known, n=3, cutoff=0.4)
         raise CheckpointError(f"{file.path}: general.architecture: got {m.name!r}, "
-                              f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are "
-                              f"{', '.join(sorted(ARCHITECTURES))}")
-    architecture = ARCHITECTURES[m.name]
-    m.by_layer = architecture.by_layer
+                              f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(known)}")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise CheckpointError(f"{file.path}: lacks tensor token_embd.weight, or its shape is not that of a table")
@@ -43,6 +41,10 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
                     and (number := name.split(".")[1]).isdecimal()), default=-1)
     if (layers := m.count("block_count")) > held + 8:
         raise CheckpointError(f"{file.path}: {m.name}.block_count: got {layers}, the file holds {held} layers")
+    if m.name in NETWORKS:
+        return recurrent_entries(m, table.shape[0], layers)
+    architecture = ARCHITECTURES[m.name]
+    m.by_layer = architecture.by_layer
     heads, width = m.count("attention.head_count"), m.count("embedding_length")
     head = m.count("attention.key_length", max(width // heads, 1))
     if (values := m.count("attention.value_length", head)) != head and not architecture.latent:

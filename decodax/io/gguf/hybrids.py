@@ -10,7 +10,8 @@ import numpy as np
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, Entries, depth, experts, routed, scaled
-from decodax.io.gguf.views import SCAN, SHORT, Stored, delta, expanded, ssd
+from decodax.io.gguf.views import LATENT as KEYS_AND_VALUES
+from decodax.io.gguf.views import SCAN, SHORT, Stored, delta, ssd
 
 
 def _attending(m: Metadata) -> list[bool]:
@@ -45,7 +46,9 @@ def _delta(kind: str, mixture: bool = False) -> Entries:
 
 
 def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    turned, keys = m.need("rope.dimension_count"), m.need("attention.key_length_mla")
+    # Files from before keys and values were stored apart have their widths in place of the latent's.
+    width = lambda what: m.get(f"attention.{what}_length_mla") or m.need(f"attention.{what}_length")
+    turned, keys = m.need("rope.dimension_count"), width("key")
     sigmoid = m.get("expert_gating_func", 1) == 2
     more = routed(m)
     if sigmoid and m.get("expert_group_count") is None and more["n_routed_experts"] == 256:
@@ -57,7 +60,7 @@ def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     return {**own, **depth(m, c), **more, "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
             "num_key_value_heads": c["num_attention_heads"], "kv_lora_rank": m.need("attention.kv_lora_rank"),
             "q_lora_rank": m.get("attention.q_lora_rank"), "qk_rope_head_dim": turned,
-            "qk_nope_head_dim": keys - turned, "v_head_dim": m.need("attention.value_length_mla")}
+            "qk_nope_head_dim": keys - turned, "v_head_dim": width("value")}
 
 
 def _ssd(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -70,13 +73,14 @@ def _ssd(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 def _granite_hybrid(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     kinds = ["attention" if attends else "mamba" for attends in _attending(m)]
-    if m.get("rope.scaling.finetuned", False):
-        raise CheckpointError(f"{m.file.path}: {m.name}.rope.scaling.finetuned: got True, as in Bamba's files, which "
-                              "are not read; takes False, as in Granite's")
-    count = m.get("expert_count", 0)
-    return {**c, **scaled(m, c), **_ssd(m, c), "model_type": "granitemoehybrid", "layer_types": kinds,
-            "attention_bias": m.held("attn_q.bias"), "num_local_experts": count, "position_embedding_type": "nope",
-            "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"],
+    count, own = m.get("expert_count", 0), {
+        **c, **_ssd(m, c), "attention_bias": m.held("attn_q.bias"),
+        "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"]}
+    if m.get("rope.scaling.finetuned", False):      # a Bamba, whose attention has a rope
+        return {**own, "model_type": "bamba", "mlp_bias": m.held("ffn_down.bias"),
+                "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "attention"]}
+    return {**own, **scaled(m, c), "model_type": "granitemoehybrid", "layer_types": kinds,
+            "num_local_experts": count, "position_embedding_type": "nope",
             "num_experts_per_tok": m.get("expert_used_count", 0),
             "shared_intermediate_size": m.get("expert_shared_feed_forward_length", c["intermediate_size"])}
 
@@ -125,9 +129,10 @@ LATENT = {f"attn.{ours}": f"attn_{theirs}" for ours, theirs in (
     ("q_a", "q_a"), ("q_a_norm", "q_a_norm"), ("q_b", "q_b"), ("kv_a", "kv_a_mqa"), ("kv_a_norm", "kv_a_norm"))}
 
 HYBRIDS: dict[str, Architecture] = {
-    "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0, views={
-        "attn.k_b.kernel": Stored("attn_k_b.weight", turn=expanded), "attn.v_b.kernel": Stored("attn_v_b.weight")}),
-    "falcon-h1": Architecture(_falcon_h1, views=ssd("beside")),
+    "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0,
+                              views=KEYS_AND_VALUES),
+    "falcon-h1": Architecture(_falcon_h1, views=ssd("beside") | {
+        "mlp_in.scale": Stored("ffn_norm", older=Stored("ffn_norm.weight"))}),     # converters forget the ending
     "granitehybrid": Architecture(_granite_hybrid, permuted=True, names=SHARED, by_layer=True, views=ssd("attn")),
     "jamba": Architecture(_jamba, by_layer=True, views=SCAN),
     "lfm2": Architecture(_lfm2, names={"norm": "token_embd_norm"}, by_layer=True, views=SHORT),

@@ -31,6 +31,7 @@ class Architecture:
             share are then the largest.
         scaled: False if factors of the rotary frequencies are not a scaling of all layers.
         views: the form of weights that are no rows of a tensor in the network's order, by their paths within a layer.
+        outside: the same for weights outside of layers, by their paths.
         latent: True if keys and values are those of multi-head latent attention, with widths of their own.
         yarn_log: factor by which `yarn_log_multiplier` becomes `mscale_all_dim`; 0: files have none.
     """
@@ -42,6 +43,7 @@ class Architecture:
     by_layer: bool = False
     scaled: bool = True
     views: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+    outside: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     latent: bool = False
     yarn_log: float = 0.0
 

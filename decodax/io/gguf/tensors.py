@@ -111,24 +111,30 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         CheckpointError: as there, or a tensor is not part of the network.
     """
     found = find_rows(file, architecture, config, shapes)
-    used = {source.tensor.name for source in found.values() if source.values is None}
     # Layers that predict further tokens, and keys of layers that attend to those of others.
     spare = tuple(f"blk.{i}." for i in range(len(config.layers), len(config.layers) + 8)) + tuple(
         f"blk.{i}.attn_{part}" for i, layer in enumerate(config.layers) if layer.reads is not None for part in "kv")
-    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
-    if left:
-        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
+    refuse_others(file, found, spare)
     return found
 
 
-def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig, shapes: dict[str, Any], first: int = 0
+def refuse_others(file: GgufFile, found: Mapping[str, RowSource], spare: tuple[str, ...] = ()) -> None:
+    """Raises CheckpointError if a file has tensors that are neither in `found` nor unused. `spare` are beginnings of
+    further names that are unused."""
+    used = {source.tensor.name for source in found.values() if source.values is None}
+    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
+    if left:
+        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
+
+
+def find_rows(file: GgufFile, architecture: Architecture, config: Any, shapes: dict[str, Any], first: int = 0
               ) -> dict[str, RowSource]:
     """Returns the rows of each weight.
 
     Args:
         file: the file.
         architecture: how it is read.
-        config: the network's configuration.
+        config: the network's configuration, of a decoder or another network.
         shapes: the shapes of its weights by path.
         first: number of the network's first layer in the file.
 
@@ -137,7 +143,8 @@ def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig,
     """
     found, missing = dict[str, RowSource](), []
     for path, leaf in shapes.items():
-        view = architecture.views.get(path.split(".", 2)[-1]) if path.startswith("layers.") else None
+        view = architecture.views.get(path.split(".", 2)[-1]) if path.startswith("layers.") else (
+            architecture.outside.get(path))
         if view is not None:
             source = _viewed(view, path, file, config, shapes, first)
             if isinstance(source, str):
@@ -171,27 +178,30 @@ def find_rows(file: GgufFile, architecture: Architecture, config: DecoderConfig,
     return found
 
 
-def _viewed(view: Stored, path: str, file: GgufFile, config: DecoderConfig, shapes: dict[str, Any], first: int
+def _viewed(view: Stored, path: str, file: GgufFile, config: Any, shapes: dict[str, Any], first: int
             ) -> RowSource | str:
     """Returns the rows of a weight with a view, or the name of its tensor if the file lacks it.
 
     Raises:
         CheckpointError: the tensor does not have the number of entries that the configuration says.
     """
-    _, index, rest = path.split(".", 2)
-    layer, leaf = config.layers[int(index)], shapes[path]
+    within, index, rest = path.split(".", 2) if path.startswith("layers.") else ("", "0", path)
+    leaf, ordered = shapes[path], view.rows is not None or view.columns is not None
+    layer: Any = config.layers[int(index)] if ordered else None
     if view.entry:
-        name = f"{file.metadata['general.architecture']}.{view.name}"
-        listed = np.ravel(file.metadata.get(name, ()))
-        return name if len(listed) <= int(index) else RowSource(
+        # The package gguf writes the name alone, others that of the architecture before it.
+        listed = np.ravel(file.metadata.get(view.name, file.metadata.get(
+            f"{file.metadata['general.architecture']}.{view.name}", ())))
+        return view.name if len(listed) <= int(index) else RowSource(
             next(iter(file.tensors.values())), 0, 0, values=np.asarray(listed[int(index)], np.float32))
-    name = f"blk.{int(index) + first}.{view.name}"
+    name, beside = (f"blk.{int(index) + first}.{view.name}", f"layers.{index}.") if within else (view.name, "")
     tensor = file.tensors.get(name)
     if tensor is None:
-        return name
+        older = name if view.older is None else _viewed(view.older, path, file, config, shapes, first)
+        return name if isinstance(older, str) else older
     entries = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     total = math.prod(tensor.shape) // entries
-    widths = [shapes[f"layers.{index}.{other}"].shape[-1] for other in view.of] or [total]
+    widths = [shapes[f"{beside}{other}"].shape[-1] for other in view.of] or [total]
     at = view.of.index(rest) if view.of else 0
     start, picks = sum(widths[:at]), None if view.rows is None else view.rows(config, layer)
     rows = widths[at] if picks is None else len(picks)

@@ -25,10 +25,12 @@ class Stored:
 
     Attributes:
         name: name of the tensor within the layer, or of an entry of the metadata with a number for each layer.
-        of: the weights whose rows the tensor has, in its order, by their paths within a layer; empty: this one alone.
+        of: the weights whose rows the tensor has, in its order, by their paths within a layer, or whole paths outside
+            of layers; empty: this one alone.
         turn: makes the weight of the tensor's numbers `f32[rows, entries]`, by the configuration; None: they are it.
         rows, columns: order of the rows, and of the entries of a row; None: the network's.
         entry: True if `name` is that of an entry.
+        older: the form in files without this tensor, which other converters wrote; None: there are none.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Stored:
     rows: Order | None = None
     columns: Order | None = None
     entry: bool = False
+    older: Stored | None = None
 
 
 def taps(x: np.ndarray, config: DecoderConfig) -> np.ndarray:
@@ -86,6 +89,25 @@ def expanded(x: np.ndarray, config: DecoderConfig) -> np.ndarray:
     return x.reshape(heads, -1, x.shape[-1]).swapaxes(1, 2).reshape(heads * x.shape[-1], -1)
 
 
+def of_heads(values: bool) -> Order:
+    """Returns the rows of keys, or of the values that follow those of each head, where one tensor has both."""
+    def order(config: DecoderConfig, layer: Layer) -> np.ndarray:
+        assert layer.latent is not None
+        keys = config.head_dim - layer.latent.shared(layer.rope)
+        size = keys + layer.latent.value_width
+        own = np.arange(keys, size) if values else np.arange(keys)
+        return (np.arange(config.heads)[:, None] * size + own).ravel()
+
+    return order
+
+
+LATENT: dict[str, Stored] = {
+    "attn.k_b.kernel": Stored("attn_k_b.weight", turn=expanded, older=Stored(
+        "attn_kv_b.weight", rows=of_heads(False))),
+    "attn.v_b.kernel": Stored("attn_v_b.weight", older=Stored("attn_kv_b.weight", rows=of_heads(True)))}
+"""Keys and values of latent attention. Files from before llama.cpp multiplied queries with the keys' kernel have one
+tensor for both."""
+
 PARTS = ("z", "x", "b", "c", "dt")
 
 
@@ -134,7 +156,12 @@ def delta(repeated: bool) -> dict[str, Stored]:
             "attn.gate.kernel": Stored("attn_q.weight", rows=halves(True))}
 
 
+STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
+    f"{theirs}.weight", tuple(f"streams.{ours}.{j}.kernel" for j in range(3)))
+    for ours, theirs in (("into", "altup_proj"), ("out", "altup_unembd_proj")) for i in range(3)}
+"""The projections of Gemma 3n's residual streams, one tensor for all streams but the active one."""
+
 XIELU = {f"mlp.act.{name}": Stored(f"xielu.{name}", entry=True) for name in ("alpha_p", "alpha_n", "beta", "eps")}
 """The parameters of the activation xIELU (Apertus)."""
 
-__all__ = ["SCAN", "SHORT", "XIELU", "Stored", "delta", "expanded", "ssd"]
+__all__ = ["LATENT", "SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]

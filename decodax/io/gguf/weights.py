@@ -24,12 +24,16 @@ from decodax.io.gguf.tensors import RowReader, RowSource
 from decodax.io.packed import on_devices, packer
 from decodax.models.formats import Format, kernels, native
 from decodax.models.formats.ggml import TYPES, unpack
+from decodax.models.formats.mxfp4 import unpack as unpack_mxfp4
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten, stored_dtype
 from decodax.models.packed import Packed
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of tensors of floats."""
+
+PACKED = (*TYPES, "mxfp4")
+"""Types that kernels stay packed in, in lower case."""
 
 LOG = logging.getLogger("decodax")
 
@@ -60,7 +64,7 @@ def load_weights(rows: RowReader, sources: dict[str, RowSource], shapes: Any, dt
         if packing is not None and path in chosen:
             whole = jax.device_put(_array(rows, source, path, leaf.shape, "float32"), place)
             made[path] = packer(packing, table, leaf.shape, whole.dtype, place)(whole)
-        elif packs and source.tensor.type.lower() in TYPES:         # rows are looked up packed
+        elif packs and source.tensor.type.lower() in PACKED:         # rows are looked up packed
             made[path] = _blocks(rows, source, stacked, table, place)
         elif packs and FLOATS.get(source.tensor.type, dtype) != dtype:
             made[path] = _floats(rows, source, stacked, table, place)
@@ -77,7 +81,7 @@ def _tell(rows: RowReader, widened: dict[str, list[str]], sources: dict[str, Row
     """Logs what is not kept as the file has it."""
     said = []
     for kind, names in widened.items():
-        why = "no kernel is packed in this type" if kind.lower() not in TYPES else (
+        why = "no kernel is packed in this type" if kind.lower() not in PACKED else (
             "these are no kernels, or kernels in another order")
         said.append(f"{len(names)} of type {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) become "
                     f"{dtype}, since {why}")
@@ -101,7 +105,8 @@ def _blocks(rows: RowReader, source: RowSource, stacked: tuple[int, ...] | None,
     kind, total, whole = source.tensor.type.lower(), source.count, None
     by_group = native.usable() and not isinstance(place, NamedSharding)
     for first, raw in rows.chunks(source):
-        part = unpack(kind, raw.reshape(len(raw), -1, source.tensor.size), by_group)
+        stored = raw.reshape(len(raw), -1, source.tensor.size)
+        part = unpack_mxfp4(stored) if kind == "mxfp4" else unpack(kind, stored, by_group)
         if whole is None:
             whole = jax.tree.map(lambda a: huge_pages.empty((total, *a.shape[1:]), a.dtype), part)
         jax.tree.map(lambda a, b, first=first: a.__setitem__(slice(first, first + len(b)), b), whole, part)
@@ -163,5 +168,5 @@ def _decoded(tensor: GgufTensor, raw: np.ndarray, rows: RowReader) -> np.ndarray
         return quants.dequantize(raw, package().GGMLQuantizationType[tensor.type])
     except NotImplementedError:
         raise CheckpointError(f"{rows.file.path}: tensor {tensor.name}: has type {tensor.type}, takes "
-                              f"{', '.join(FLOATS)}, {', '.join(kind.upper() for kind in TYPES)}, or another type that "
-                              "the package gguf decodes") from None
+                              f"{', '.join(FLOATS)}, {', '.join(kind.upper() for kind in PACKED)}, or another type "
+                              "that the package gguf decodes") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
 from tests.io.gguf.writing import byte_level
@@ -33,6 +34,7 @@ class Kind:
         metadata: entries beside those that all have, from the `config.json` and the tensors.
         change: returns what the converter makes of a tensor under its name in the checkpoint, by name.
         more: further entries of the `config.json`.
+        type: the type of a tensor by its name in the file.
     """
 
     arch: str
@@ -40,6 +42,7 @@ class Kind:
     metadata: Callable[[dict[str, Any], Tensors], dict[str, Any]]
     change: Callable[[str, np.ndarray, dict[str, Any]], dict[str, np.ndarray]] = lambda name, x, c: {name: x}
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    type: Callable[[str], Type] = lambda place: Type.F32
 
 
 def stacked(tensors: Tensors) -> Tensors:
@@ -142,7 +145,7 @@ def falcon_h1(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarr
         parts = np.split(x * c["ssm_in_multiplier"], np.cumsum([inner, inner, states, states]))
         return {name: np.concatenate([part * own for part, own in zip(parts, c["ssm_multipliers"], strict=True)])}
     if "pre_ff_layernorm" in name:
-        return {f"blk.{name.split('.')[2]}.ffn_norm.weight": x}
+        return {f"blk.{name.split('.')[2]}.ffn_norm": x}       # so named by the package gguf
     factor = next((own for part, own in factors.items() if part in name), 1.0)
     return mamba2(name, x * np.float32(factor), c["mamba_n_groups"])
 
@@ -320,9 +323,8 @@ KINDS = {
 """Small checkpoints by name."""
 
 
-def written(name: str, directory: Path) -> tuple[Path, Path]:
+def written(kind: Kind, directory: Path) -> tuple[Path, Path]:
     """Returns the directory of a small checkpoint and its GGUF file."""
-    kind = KINDS[name]
     model = tiny.build(kind.case, vocab_size=VOCAB, **kind.more)
     model.save_pretrained(directory)
     return directory, converted(directory, kind, model.config.to_dict())
@@ -335,11 +337,13 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
     _metadata(file, c, kind.metadata(c, tensors))
     if c["vocab_size"] == VOCAB:
         byte_level(file)
-    names = gguf.get_tensor_name_map(next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == kind.arch), 8)
+    names = gguf.get_tensor_name_map(next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == kind.arch), 64)
     changed = {new: y for old, x in stacked(tensors).items() for new, y in kind.change(old, x, c).items()}
     for place, x in _placed(changed, names):
         if place != "output.weight" or not c.get("tie_word_embeddings"):
-            file.add_tensor(place, np.ascontiguousarray(x, np.float32))
+            own, x = kind.type(place), np.ascontiguousarray(x, np.float32)
+            file.add_tensor(place, x if own == Type.F32 else gguf.quants.quantize(x, own),
+                            raw_dtype=None if own == Type.F32 else own)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
@@ -366,4 +370,4 @@ def _metadata(file: gguf.GGUFWriter, c: dict[str, Any], own: dict[str, Any]) -> 
         if value is not None:
             add = {float: file.add_float32, bool: file.add_bool, list: file.add_array,
                    str: file.add_string}.get(type(value), file.add_uint32)
-            add(f"{file.arch}.{key}", value)
+            add(key if key.startswith("xielu.") else f"{file.arch}.{key}", value)

@@ -15,8 +15,10 @@ import decodax as dx
 from decodax.models.names import flatten
 from decodax.models.recurrent.options import Ssd
 from tests.io.gguf.converting import KINDS, written
+from tests.io.gguf.converting_more import MORE
 from tests.matrix import often
 
+ALL = KINDS | {name: kind for name, kind in MORE.items() if name != "gpt-oss-mxfp4"}     # packed: see test_mxfp4.py
 IDS = jnp.asarray(np.arange(3, 19)[None] * 7 % 250)
 
 
@@ -29,9 +31,9 @@ def same(lm: Any) -> Any:
 
 
 @pytest.mark.wide(but=("qwen3.5",))
-@pytest.mark.parametrize("name", often([name for name in KINDS if "falcon-h1" not in name], KINDS))
+@pytest.mark.parametrize("name", often([name for name in ALL if "falcon-h1" not in name], ALL))
 def test_a_file_holds_the_network_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    directory, file = written(name, tmp_path)
+    directory, file = written(ALL[name], tmp_path)
     wanted, lm = dx.load(directory), dx.load(file)
     if name.startswith("falcon-h1"):        # the file has its factors in the weights
         run: Any = lambda lm: jax.jit(lm.model.forward, compiler_options={"xla_backend_optimization_level": 0})(
