@@ -79,7 +79,8 @@ class SameChunk(FixedBias):
 
 @dataclasses.dataclass(frozen=True)
 class BeginsAt(FixedBias):
-    """Hides the keys before a position, except that of the query itself, so that each query sees one."""
+    """A bias of the attention scores that hides all keys before position `first`, except the query's own key. So a
+    query before that position attends to itself alone."""
 
     first: int
 

@@ -27,7 +27,8 @@ from decodax.models.weight_source import kernel_of
 
 
 class Statistic(abc.ABC):
-    """Base class of statistics of a kernel with `K` inputs and `N` outputs. It is hashable and compared by value."""
+    """Base class of a statistic that `observe` collects for kernels, each with `K` inputs and `N` outputs, such as the
+    mean square of the inputs. It is hashable and compared by value."""
 
     @abc.abstractmethod
     def of(self, x: Array, gradient: Array) -> Any:
@@ -139,7 +140,8 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
 
 
 def mean_loss(model: Transformer, params: Weights, tokens: Array, diffusion: Diffusion | None, key: Array) -> Array:
-    """Returns the loss of one sequence `i32[1, T]`."""
+    """Returns the mean cross-entropy of one sequence `i32[1, T]`, `f32[]`: of all next tokens, or for a masked
+    diffusion model of the tokens that are masked, which `key` draws."""
     if diffusion is None:
         return _cross_entropy(model.forward(params, tokens[:, :-1]), tokens[:, 1:]).mean()
     T = tokens.shape[1]

@@ -214,7 +214,7 @@ class DecoderConfig:
         return (layer.head_dim or self.head_dim) if self.value_dim is None else self.value_dim
 
     def kv_shape(self, layer: Layer) -> tuple[int, int]:
-        """Returns the number of key/value heads of a layer, and the width of its keys."""
+        """Returns the number of key/value heads of a layer, and the number of channels of each head's keys."""
         return self.groups(layer), self.key_width(layer)
 
     def groups(self, layer: Layer) -> int:
@@ -222,7 +222,7 @@ class DecoderConfig:
         return self.kv_heads if layer.kv_heads is None else layer.kv_heads
 
     def key_width(self, layer: Layer) -> int:
-        """Returns the width of a layer's queries and keys."""
+        """Returns the number of channels of a head's queries and keys in a layer."""
         linear = layer.linear
         return (layer.head_dim or self.head_dim) if linear is None or linear.width is None else linear.width
 
@@ -244,7 +244,8 @@ class DecoderConfig:
 
     @property
     def entries(self) -> tuple[tuple[int, bool], ...]:
-        """The entries of a cache in their order: the layer's index, and True for that of a recurrent block."""
+        """What a cache stores, in its order, as pairs: the index of the layer, and False for its keys and values (or
+        the state of linear attention), True for the state of its recurrent block."""
         return tuple((i, recurrent) for i in self.own for recurrent in (False, True)
                      if i in (self.recurrent if recurrent else (*self.attending, *self.summing)))
 
@@ -254,7 +255,7 @@ class DecoderConfig:
         return any(layer.echoes is not None for layer in self.layers)
 
     def group(self, layer: int) -> tuple[int, ...]:
-        """Returns the index of a layer, and those of the layers that use its attention weights."""
+        """Returns a tuple of the given layer's index and the indices of all layers that use its attention weights."""
         return (layer, *(i for i, other in enumerate(self.layers) if other.echoes == layer))
 
     @property
@@ -286,8 +287,8 @@ class DecoderConfig:
 
 
 def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
-    """Returns the layers with rotary embeddings whose positions restart in each chunk; None: positions of the whole
-    text."""
+    """Returns the layers in which rotary positions restart in each chunk, as `chunks` says (dual chunk attention);
+    None: positions count from the start of the text. Layers without a rotary embedding do not change."""
     return tuple(layer if layer.rope is None else
                  dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 

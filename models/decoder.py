@@ -143,7 +143,8 @@ class Decoder(nnx.Module):
         return optional(self.embed_norm, x)
 
     def inputs(self, tokens: Array, x: Array, which: Array | None = None) -> Array | None:
-        """Returns the inputs of all layers, or None; see `LayerInputTable`."""
+        """Returns the per-layer embeddings of all layers, `f[B, W, L, d]`, for models that have them (Gemma 3n); else
+        None. For the arguments see `LayerInputTable.__call__`."""
         return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)
 
     def expected(self, probabilities: Array) -> Array:
@@ -152,7 +153,8 @@ class Decoder(nnx.Module):
         return probabilities.astype(table.dtype) @ table * jnp.asarray(self.c.embed_scale, table.dtype)
 
     def with_default_dtype(self, dtype: Any) -> Self:
-        """Sets the dtype of activations for weights that are all packed, and returns the network."""
+        """Sets the dtype of activations that is used if no weight tells it, because all are packed; returns the network
+        itself."""
         self.default_dtype = dtype
         return self
 
@@ -167,8 +169,9 @@ class Decoder(nnx.Module):
 
     def tables(self, positions: Array, context: int | None, inputs: Array | None = None,
                images: Images | None = None) -> dict[Any, Any]:
-        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale,
-        the positions, as None, the layers' inputs, as "inputs", and None, as "canvas"."""
+        """Returns what layers look up at positions `i32[B, W]`: by each rotary embedding its cosine and sine, by each
+        query scale its factors, the positions under None, and under "inputs" the per-layer embeddings `inputs`.
+        `context`: see `Rope.table`."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         table = Rope.table if images is None else images.table

@@ -27,8 +27,9 @@ class Near(Protocol):
 
 
 def value_width(config: DecoderConfig, layer: int, wide: int | None) -> int | None:
-    """Returns the number of channels of a layer's values in the cache. `wide` is that of one layer's values; None: the
-    same as of keys."""
+    """Returns the number of channels that the cache stores as the value of a layer's key/value head: the values of all
+    layers that use its attention weights, side by side, and one channel more. None for a layer used by no other, if
+    `wide`, the width of one layer's values, is None: it equals that of keys."""
     members = config.group(layer)
     return wide if len(members) == 1 else (config.head_dim if wide is None else wide) * len(members) + 1
 
@@ -62,8 +63,8 @@ class Echoes:
         return out[..., :v.shape[-1]], entry
 
     def entries(self, entries: Sequence[Any]) -> list[Any]:
-        """Returns the entries of the layers that compute keys; their values are those of their whole group,
-        concatenated.
+        """Returns the entries to be committed to the cache, from those that its `attend` returned: the values of each
+        layer whose attention weights others use are followed by the values of those layers.
 
         Raises:
             ValueError: the cache's entries are not pairs of keys and values.

@@ -156,7 +156,9 @@ class Images(Embeddings):
         return dataclasses.replace(rope, axes=self.axes).table(places, context)
 
     def after_layers(self, positions: Array) -> tuple[Array, ...]:
-        """Returns what is added to the residual stream after each of the first layers, `f[B, W, D]` each."""
+        """Returns the vectors `f[B, W, D]` that are added to the residual stream after each of the first layers
+        (DeepStack), for nodes at positions `i32[B, W]`: zeros at other tokens than those of images; () if there are
+        none."""
         if self.added is None:
             return ()
         T = self.added.shape[1]
@@ -165,7 +167,8 @@ class Images(Embeddings):
         return tuple(here[:, :, k] for k in range(here.shape[2]))
 
     def seen(self, window: Window) -> Window:
-        """Returns the window, in which the tokens of an image attend to one another.
+        """Returns the window with an attention mask by which the tokens of one image attend to one another in both
+        directions.
 
         Raises:
             ValueError: a window of the prompt may end inside an image.
@@ -309,7 +312,8 @@ def images_of(cache: Cache) -> Images | None:
 
 
 def no_images(cache: Cache) -> None:
-    """Refuses rows with images where layers run one by one.
+    """Raises an error if the rows of a cache have images; for methods that run the layers of a model one by one, which
+    cannot read them.
 
     Raises:
         ValueError: the rows of the cache have images.

@@ -146,6 +146,6 @@ class AdapterRows(Struct):
 
 
 def named(inputs: Any) -> str:
-    """Returns the description of inputs of a wrong type, for errors. An array that is being traced is called "an
-    array"."""
+    """Returns a description of a model's `inputs` that are of a wrong type, for error messages: the name of their type,
+    or "an array" for an array that is being traced."""
     return "an array" if isinstance(inputs, (Array, np.ndarray)) else f"a {type(inputs).__name__}"

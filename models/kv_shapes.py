@@ -8,8 +8,9 @@ from decodax.models.echoes import value_width
 
 
 def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
-    """Returns the shape of each layer in `DecoderConfig.attending`; `context` is the length for which length-dependent
-    rope scalings are set."""
+    """Returns the shape of the keys and values in the cache for each layer with softmax attention and keys of its own
+    (`DecoderConfig.attending`), in order. `context` is the text length for which length-dependent rope scalings are
+    set; None: the trained one."""
     return [_latent(c, i) if c.layers[i].latent is not None else _by_head(c, i, context) for i in c.attending]
 
 

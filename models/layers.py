@@ -74,7 +74,8 @@ class Norm(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """The stacked kernels of one projection of all experts, and their biases if it has any."""
+    """The kernels of one projection of all experts of a mixture, stacked to `[E, in, out]`, and their biases `[E, out]`
+    if it has any."""
 
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str | None, ...], std: float,
                  bias: bool = False):
@@ -83,7 +84,8 @@ class Kernels(nnx.Module):
 
 
 def head_norm(c: DecoderConfig, heads: int, width: int, axis: str) -> Norm | None:
-    """Returns the norm of queries or keys of a width, if there is one."""
+    """Returns the norm of queries or keys that `c.qk_norm` asks for, with its initial weights, or None. `heads` and
+    `width` are their shape; `axis` is the logical name of the axis of heads, for sharding."""
     norm = c.qk_norm_kind or c.norm
     match c.qk_norm:
         case None:
@@ -97,7 +99,8 @@ def head_norm(c: DecoderConfig, heads: int, width: int, axis: str) -> Norm | Non
 
 
 def kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
-    """Returns `inside(x)`, with zeros for the rows where `keep` is False: a bool for all rows, or `bool[B or 1]`."""
+    """Returns `inside(x)` with zeros for the rows of the batch where `keep` is False: a bool for all rows, or `bool[B
+    or 1]`. If no row is kept, `inside` does not run."""
     if keep is True:
         return inside(x)
     zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))

@@ -238,7 +238,7 @@ def head_tensor(family: str, present: Collection[str]) -> str:
 
 
 def layers_in(family: str, present: Collection[str]) -> int:
-    """Returns the number of layers among the tensors `present`."""
+    """Returns the number of layers of the decoder among the tensor names `present`: one more than the largest index."""
     prefix = f"{names_of(family, present).stem}{FAMILY_NAMES.get(family, Names(LLAMA)).layers}."
     found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
     return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)

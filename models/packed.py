@@ -61,8 +61,8 @@ class Packed(Struct, abc.ABC):
 
     @property
     def converts(self) -> bool:
-        """True if the weights must be converted before a product; False if XLA multiplies the kernel as it is stored.
-        """
+        """True if a product needs the stored codes to be converted to numbers of the activations' dtype first; False if
+        XLA multiplies the stored array directly."""
         return True
 
     @abc.abstractmethod
@@ -121,7 +121,7 @@ class Packed(Struct, abc.ABC):
         return self
 
     def stored(self) -> Self:
-        """Returns the kernel in the form that is saved, for every platform and mesh."""
+        """Returns the kernel in the platform-independent form that is saved to a file, the inverse of `here`."""
         return self
 
     def here(self) -> Self:
@@ -349,5 +349,6 @@ def embedded(table: Array | Packed, which: Array, dtype: Any) -> Array:
 
 
 def head(table: Array | Packed) -> Array | Packed:
-    """Returns the kernel of a head that is tied to the embedding table."""
+    """Returns the kernel of the output head, `f[D, V]` or packed, of a model whose head is its embedding table, `f[V,
+    D]` or packed."""
     return table if isinstance(table, Packed) else table.T

@@ -58,7 +58,8 @@ class Copies:
 
     @property
     def reach(self) -> int:
-        """Number of earlier tokens whose hidden decoding tokens are within the window."""
+        """Number of earlier tokens that a hidden decoding token may attend to by the window: `window / (count - 1)`,
+        rounded up; 0 without a window."""
         return 0 if self.window is None or self.count < 2 else (self.window + self.count - 2) // (self.count - 1)
 
     def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:

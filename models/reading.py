@@ -24,7 +24,9 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
-    """Returns the fields that most families share, from their common names."""
+    """Returns the keyword arguments of `DecoderConfig` that most model families share (vocab, width, mlp, heads,
+    kv_heads, head_dim, context, norm, activation, tied), read from the entries `c` of a `config.json` by their usual
+    names. `changes` adds or replaces arguments."""
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -41,7 +43,9 @@ def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
 
 def read_experts(count: int, chosen: int, width: int, normalise: bool = True, key: str = "num_experts_per_tok",
                  **fields: Any) -> Experts:
-    """Returns a mixture; `fields` are the other ones of `Experts`, `key` is the entry of the chosen experts."""
+    """Returns the options of a mixture with `count` experts of `width` inner channels, `chosen` of them for each token.
+    `normalise` and `fields` are those of `Experts`; `key` is the name of the entry with `chosen`, for error messages.
+    """
     if count < 1:
         raise ValueError(f"num_experts, num_local_experts or n_routed_experts: got {count}, takes 1 or more")
     if chosen > count:
@@ -54,12 +58,13 @@ def read_experts(count: int, chosen: int, width: int, normalise: bool = True, ke
 
 def with_experts(layers: tuple[Layer, ...], experts: Experts,
                  sparse: Callable[[int], bool] = lambda i: True) -> tuple[Layer, ...]:
-    """Returns layers with a mixture in those that `sparse` selects by index."""
+    """Returns the layers with the mixture `experts` in place of the MLP in those for whose index `sparse` is True."""
     return tuple(dataclasses.replace(layer, experts=experts) if sparse(i) else layer for i, layer in enumerate(layers))
 
 
 def head_width(c: Json, width: str, heads: str) -> int:
-    """Returns the width of a head from the model's width."""
+    """Returns the width of an attention head: the entry named `width` of a `config.json`, divided by that named
+    `heads`."""
     if c[width] % c[heads]:
         raise ValueError(f"{heads}: got {c[heads]}, which does not divide {width} = {c[width]}")
     return c[width] // c[heads]
@@ -67,8 +72,8 @@ def head_width(c: Json, width: str, heads: str) -> int:
 
 def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
                 scale: float | None = None, near: Rope | None = None, interleaved: bool = False) -> tuple[Layer, ...]:
-    """Returns one entry for each layer. `layer_types` in the file, if present, determines which layers have a sliding
-    window.
+    """Returns the options of each layer of a decoder. `layer_types` in the file, if present, determines which layers
+    have a sliding window; else `slides` does.
 
     Args:
         c: the config.
@@ -91,7 +96,8 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
 
 
 def read_period(c: Json, default: int) -> int:
-    """Returns after how many layers one without a sliding window comes."""
+    """Returns the entry `sliding_window_pattern` of a `config.json`: one layer in so many has no sliding window.
+    `default` is the number for files without the entry."""
     period = c.get("sliding_window_pattern", default)
     if not isinstance(period, int):
         raise ValueError(f"sliding_window_pattern: got {period!r}, takes a whole number from 1 to 10,000")
@@ -99,7 +105,8 @@ def read_period(c: Json, default: int) -> int:
 
 
 def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
-    """Returns the rotary embedding; `head_dim` and `context` of `shape` are used."""
+    """Returns the rotary embedding that the entries `c` of a `config.json` describe; `head_dim` and `context` of
+    `shape` are used. `interleaved`: rotated pairs are adjacent, see `Rope`."""
     r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
@@ -115,7 +122,9 @@ def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
 
 
 def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
-    """Returns the scaling of rotary frequencies in the entries `r`; None if there is none."""
+    """Returns the scaling of rotary frequencies in `r`, the entries `rope_scaling` or `rope_parameters` of the
+    `config.json` `c`; None if there is none. `context` is the trained length, unless the file has another one for it.
+    """
     kind = r.get("rope_type") or r.get("type")
     if kind is None and "factor" in r:
         raise ValueError(f"rope_type: got none with factor = {r['factor']}, takes the name of a scaling")
@@ -148,7 +157,8 @@ def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
 
 
 def read_activation(c: Json, key: str, default: str) -> Activation:
-    """Returns the activation function in the entry `key`."""
+    """Returns the name of the activation function in the entry `key` of a `config.json`; `default` without the entry.
+    """
     name = c.get(key, default)
     if name not in ACTIVATIONS:
         raise ValueError(f"{key}: got {name!r}, supported are {', '.join(ACTIVATIONS)}")

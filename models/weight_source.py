@@ -29,7 +29,9 @@ class WeightSource:
     leading: bool = False
 
     def turned(self, x: Any) -> Any:
-        """Returns the tensor, or an index of it, with the axes of the weight, or the other way round."""
+        """Converts between the tensor of the file and the weight, in either direction: swaps the last two axes if
+        `transpose`, else returns `x`. `x` is an array, or a tuple with an entry for each axis, such as a shape or an
+        index."""
         if not self.transpose:
             return x
         if isinstance(x, tuple):
@@ -38,7 +40,8 @@ class WeightSource:
 
     @property
     def index(self) -> Any:
-        """The weight's place in the tensor, after transposing, as an index."""
+        """The weight's place in the tensor after transposing, as a NumPy index: selects its columns, or is `...` for
+        all of it."""
         if self.part is None:
             return ...
         total = self.turned(self.full)[-1]
@@ -65,7 +68,7 @@ class Columns:
 
 
 def shape_of(source: WeightSource) -> tuple[int, ...]:
-    """Returns the shape of a weight in the network."""
+    """Returns the shape of a weight in the network: that of the tensor in the file, reversed if it is transposed."""
     return source.full[::-1] if source.transpose else source.full
 
 

@@ -54,8 +54,9 @@ SIZED_BY = {"streaming-llm": "recent_size", "less": "recent_size", "freqkv": "si
 
 @dataclasses.dataclass(frozen=True)
 class CacheFigures:
-    """A policy (name with options) with a share of the text removed, None for a size of its own, in a mode, on the
-    problems of a task and a seed: the share of right answers, and the bytes held over those of a dense cache."""
+    """The result of one measurement: a cache policy (name with options), the share of the text's tokens that it removes
+    (None: its size does not depend on a share), the mode, task and seed; the share of right answers, and the bytes of
+    the cache relative to those of a dense one."""
 
     policy: str
     removed: float | None
@@ -67,8 +68,9 @@ class CacheFigures:
 
 
 def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
-    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own. Options that
-    were measured come from `fitted`, where `layers` is a function of the share that all layers keep together."""
+    """Returns the cache config of a policy that keeps the share `1 - removed` of a text of `length` tokens; None if the
+    policy has no option for its size. `measured` are options from `fitted`; one called `layers` may be a function,
+    called with the share to keep, that returns the shares of the layers."""
     name, options = CACHES.parse(policy)
     entry, given = CACHES[name], {**measured, **options}
     if "every" in entry.options and entry.name not in BETWEEN:
@@ -88,8 +90,8 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
 
 
 def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
-    """Returns the options of a policy that are measured on texts and the answers in them (`needles`), except those that
-    take long training."""
+    """Returns those options of a policy that have to be measured on a model: on `texts` (token ids), or on `probes`,
+    texts with marked answers from `needles`. Options that take long training are left out."""
     name, options = CACHES.parse(policy)
     entry = CACHES[name]
     given = {**{k: v.default for k, v in entry.options.items()}, **options}
@@ -114,7 +116,8 @@ def problems_of(task: str, count: int, length: int, seed: int) -> list[Any]:
 
 
 def needles(lm: Any, task: str, length: int, count: int = 16) -> list[Any]:
-    """Returns texts with a question each and the position of its answer, in tokens of the model."""
+    """Returns `count` texts of a task, of about `length` words, that hide a fact and end with a question about it, as
+    `decodax.train.Probe`s in tokens of the model, which mark the position of the fact."""
     probes = []
     for problem in problems_of(task, count, length, 1000):
         key = f" {problem.question.split()[1]} " if task != "prose" else f" {problem.answer}"
@@ -126,8 +129,9 @@ def needles(lm: Any, task: str, length: int, count: int = 16) -> list[Any]:
 
 def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: int,
           left_out: list[str] | None, task: str = "needle") -> list[tuple[str, float | None, Any]]:
-    """Returns each policy at each size as a cache config, a dense one first. Arguments as in `run`; policies that
-    measure something do so on texts of `task`, and budgets are shares of a text of that task, in tokens."""
+    """Returns what `run` measures, a dense cache first: for each policy and each share of `removed`, the policy's name,
+    the share (None for a policy without a size) and the cache config. For `length` and `left_out` see `run`. Policies
+    that measure something do so on texts of `task`, and budgets are shares of such a text, in tokens."""
     probes = needles(lm, task, length)
     length = round(statistics.mean(len(lm.tokenizer.encode(problem.context))
                                    for problem in problems_of(task, 16, length, 1000)))
@@ -156,7 +160,8 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         report: Callable[[int, int, str], None] | None = None, known: Sequence[CacheFigures] = (),
         save: Callable[[list[CacheFigures]], None] | None = None, left_out: list[str] | None = None
         ) -> list[CacheFigures]:
-    """Asks every policy every question, and a dense cache too; arguments as on the command line.
+    """Measures how many questions about long texts a model answers with each cache policy at each size, and with a
+    dense cache. Arguments that are not described are those of the command line.
 
     `report` is called before each run with the runs done, the runs in all, and the name of this one, `save` after it
     with all rows. Rows in `known` are not measured again. `left_out` collects the reasons why a policy or a size is not
@@ -210,8 +215,9 @@ def means(rows: Sequence[CacheFigures]) -> dict[tuple[str, float | None, str], t
 
 
 def best(rows: Sequence[CacheFigures], mode: str, removed: float, count: int = 3) -> list[str]:
-    """Returns the policies with most right answers at a size, of those that hold at most that and 5 percent of a dense
-    cache more: some keep whole layers, or everything and read a part."""
+    """Returns the names of the `count` policies with the most right answers at the size `removed` in a mode. A policy
+    counts only if its cache has at most the share `1 - removed + 0.05` of a dense one's bytes, since some keep more
+    than their size says."""
     found = {policy: mean for (policy, share, how), (mean, _, kept) in means(rows).items()
              if how == mode and share == removed and kept <= 1.05 - removed}
     return sorted(found, key=lambda policy: -found[policy])[:count]
@@ -222,8 +228,9 @@ DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget
 
 
 class Drafted(NamedTuple):
-    """A draft by name ("full" is on the whole cache), the share of its tokens that are accepted, new tokens for each
-    forward of the whole model, and the share of answers that equal plain decoding's on the target's cache."""
+    """The result of drafting with a smaller cache: the name of the draft method ("full": with the whole cache), the
+    share of its tokens that are accepted, the new tokens for each forward pass of the whole model, and the share of
+    answers that equal those of plain decoding."""
 
     system: str
     accepted: float
@@ -248,7 +255,7 @@ def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, 
 
 
 def held(cache: Any) -> float:
-    """Returns the bytes of what a cache holds, a row on average, without the free room in its arrays."""
+    """Returns the mean number of bytes of a row that a cache has stored, without the unused room in its arrays."""
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
         return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)

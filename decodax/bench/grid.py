@@ -22,7 +22,8 @@ COLUMNS = ("system", "task", "right", "same", "tokens/forward", "forwards", "tok
 
 
 class Point(NamedTuple):
-    """A system with fixed options: its curve, its name, and a function that builds its algorithm."""
+    """One setting to measure: a system with fixed options. It has the text of the grid that it belongs to (its curve in
+    a plot), its own name, and a function that builds its algorithm."""
 
     curve: str
     name: str
@@ -59,7 +60,8 @@ class GridRow:
 
 
 def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
-    """Returns the points of systems that are written NAME:OPTION=VALUE,..., where a list of values is a grid."""
+    """Returns the settings to measure for systems written as NAME:OPTION=VALUE,...; an option with a list of values
+    stands for one setting for each, several lists for all combinations. `lm` and `draft` are the models."""
     out = []
     for text in given:
         name, options = ALGORITHMS.parse(text)

@@ -60,7 +60,8 @@ class Rounds:
         return np.random.default_rng(0).integers(self.lowest, self.vocab, (batch, PROMPT)).astype(np.int32)
 
     def begin(self, alg: Any, batch: int, size: int, new: int, **policy: Any) -> Any:
-        """Returns the sampling chain and the state after the prefill."""
+        """Returns the sampling policy and the decoding state after the prefill of random prompts. `size` is the number
+        of cache slots of a row, `new` the number of new tokens; `policy` are options of `sampling.build`."""
         tokens = np.zeros((batch, size), np.int32)
         tokens[:, :PROMPT] = self.prompts(batch)
         chain = build(batch, vocab_size=self.vocab, **policy)
@@ -69,7 +70,8 @@ class Rounds:
         return chain, drivers.prefill(alg, self.model, self.params, s, width=32)
 
     def decode(self, batch: int, size: int = 256, alg: Any = None, by: str = "round", **policy: Any) -> Timed:
-        """Returns a timer of the decode loop: of a "round", or of a "token" of a row."""
+        """Returns a function that decodes once and returns the milliseconds of a "round", or of a new "token" of a row,
+        as `by` says. `size` is the number of cache slots of a row; `alg` None is plain decoding."""
         alg = alg or Autoregressive()
 
         def timed() -> float:
@@ -83,7 +85,8 @@ class Rounds:
         return timed
 
     def bare(self, batch: int, width: int = 1, size: int = 256) -> Timed:
-        """Returns a timer of a loop that only scores a window, takes an argmax and commits one entry."""
+        """Returns a function that times the least that a round can do, in milliseconds: a loop that runs the model on
+        `width` tokens, takes an argmax and adds one token to the cache."""
         def timed() -> float:
             _, s = self.begin(Autoregressive(), batch, size, self.new)
             args = (self.params.target, s.newest, s.length - 1, s.cache, jnp.int32(self.new))
@@ -93,7 +96,8 @@ class Rounds:
         return timed
 
     def bare_head(self, head: Any, batch: int, width: int, size: int = 256) -> Timed:
-        """Returns a timer of a loop that runs a trained head on `width` pairs, takes an argmax and commits them."""
+        """Returns a function that times a loop of a trained drafter head alone, in milliseconds a round: each runs it
+        on `width` inputs, takes an argmax and adds their keys and values to its cache."""
         def timed() -> float:
             _, s = self.begin(Autoregressive(), batch, size, self.new)
             cache = head.init_cache(batch, size, jnp.float32)

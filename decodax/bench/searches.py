@@ -18,8 +18,8 @@ from decodax.front.generate import generate
 
 
 class SearchFigures(NamedTuple):
-    """A method with a number of rows: share of right answers to `problems`, mean number of tokens generated for a
-    problem, and seconds of the whole run."""
+    """The result of one method with a number of rows: the share of right answers to `problems`, the mean number of
+    tokens generated for a problem, all rows included, and the seconds of the whole run."""
 
     method: str
     rows: int
@@ -30,7 +30,8 @@ class SearchFigures(NamedTuple):
 
 
 class StepVerifier:
-    """Returns 0.9 for texts that are right so far and 0.1 for others, and the opposite for a share of texts."""
+    """An artificial verifier with a known error rate: scores a partial solution 0.9 if all its lines are right and 0.1
+    if not, or, for a fixed share `errors` of the texts, the other way round."""
 
     def __init__(self, problems: Sequence[sums.Sum], errors: float):
         self.problems, self.errors = {p.prompt: p for p in problems}, errors
@@ -45,7 +46,7 @@ class StepVerifier:
 
 
 def last(text: str) -> str | None:
-    """Returns the answer of a text."""
+    """Returns the last line of a solution if it is a result, which has two characters; else None."""
     line = text.rsplit("\n", 1)[-1]
     return line if len(line) == 2 else None
 
@@ -71,7 +72,8 @@ the others are one sample."""
 
 def measure(lm: Any, problems: Sequence[sums.Sum], method: str, rows: int, verifier: StepVerifier, temperature: float,
             seed: int) -> SearchFigures | None:
-    """Runs one method at one size; None if it has no such size."""
+    """Runs one method with `rows` rows for each problem and returns its figures; None if the method cannot run with
+    this number. `verifier` scores partial solutions, `temperature` and `seed` are those of sampling."""
     given, most = METHODS[method](verifier, rows), 9 * len(problems[0].steps) + 8
     if given is None:
         return None

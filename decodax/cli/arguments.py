@@ -44,7 +44,8 @@ TASKS = ("copy-edit", "completion", "sampled")
 
 
 def parser(generate: Command, compare: Command, info: Command) -> argparse.ArgumentParser:
-    """Returns the parser of the command line, given the functions that run the commands."""
+    """Returns the argument parser of the `decodax` command. The arguments are the functions that run the subcommands
+    `generate`, `compare` and `info`; those of the other subcommands are imported."""
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common = Parser(add_help=False, parents=[debug])

@@ -154,8 +154,9 @@ def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algori
 
 
 def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
-    """Returns the draft model, or the trained drafter, that a method takes, from the argument `--draft`; None if it
-    takes none, or the shipped one."""
+    """Returns what the method `entry` drafts with: a draft model or a trained drafter for `lm`, loaded from `given`,
+    the argument of `--draft`. None if the method takes none, or if `given` is the default and the method uses its
+    shipped drafter."""
     import decodax as dx
     from decodax.io.drafters import is_drafter
 

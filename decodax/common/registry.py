@@ -246,7 +246,8 @@ class Shelf(MutableMapping[str, Entry]):
         raise AttributeError(f"decodax.{self.kind} has no {identifier!r}; {near(identifier, self.identifiers())}")
 
     def identifiers(self) -> list[str]:
-        """Returns the names of all entries as attributes of a module."""
+        """Returns the names of all entries in the form in which they are attributes of a module, such as "del_" for
+        "del"."""
         return [entry.identifier for entry in self.values()]
 
 

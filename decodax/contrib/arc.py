@@ -120,8 +120,8 @@ class Encoder:
 
     def vectors(self, texts: Sequence[Text], *, chunk: int | None = None, end: End | None = "cont"
                 ) -> list[np.ndarray]:
-        """Returns the vectors that the decoder gets in place of each text, `f32[M, D]`, including the end vector. The
-        other arguments are those of `read`."""
+        """Returns for each text the vectors that the decoder gets in its place, `f32[M, D]`: one for every few tokens
+        (`ArcEncoder.pool`), and the end vector. `chunk` and `end` are as in `read`."""
         pieces: list[list[int]] = []
         owners: list[int] = []
         for i, text in enumerate(texts):

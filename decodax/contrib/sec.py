@@ -39,7 +39,8 @@ CONTINUE, EXIT, STOP = range(3)
 
 @struct
 class StopExitController(Struct):
-    """The classifiers after `E` layers, which read the hidden state after the model's final norm.
+    """The weights of linear classifiers after `E` of a network's layers, which choose between continuing, exiting with
+    the token predicted there, and ending the text. They read the hidden state after the final norm.
 
     Attributes:
         kernel: `f32[E, D, 3]`.
@@ -154,7 +155,7 @@ def with_controller(lm: LM, controller: StopExitController, exits: Sequence[int]
 
 
 def checked(lm: LM, exits: Sequence[int]) -> tuple[int, ...]:
-    """Returns the exits of a model, if it and they can have a controller.
+    """Checks that a model can have a controller after the given numbers of layers, and returns these as a tuple.
 
     Raises:
         ValueError: they cannot.

@@ -158,14 +158,16 @@ def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int 
 
 
 def run(request: Request, clock: float, progress: bool = False) -> Result:
-    """Runs a request. `clock` is the time at which the call began, by `time.monotonic`."""
+    """Runs a checked request of `generate` and returns its result. `clock` is the time at which the call began, by
+    `time.monotonic`, from which `max_time` counts."""
     size, end = request.batch_size, None if request.max_time is None else clock + request.max_time
     through = through_slots if size and size < len(request) and possible(request) else through_batches
     return through(request, end, progress)
 
 
 def through_batches(request: Request, end: float | None = None, progress: bool = False) -> Result:
-    """Runs a request in batches of `batch_size` prompts, each until its last row has ended. `end` is the time limit."""
+    """Runs a request in batches of `batch_size` prompts, one after the other; a batch runs until all its rows have
+    ended. `end` is the time by `time.monotonic` at which unfinished rows end."""
     count, size = len(request), request.batch_size
     order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
     parts: list[Result] = []
@@ -187,7 +189,8 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
 
 def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None,
                   token_budget: int | None = None) -> Result:
-    """Runs a request with `batch_size` prompts at once; when a prompt has ended, the next one takes its rows."""
+    """Runs a request with `batch_size` prompts at once; when a prompt has ended, the next one takes its rows. `end` is
+    the time by `time.monotonic` at which unfinished rows end; for `use` and `token_budget` see `serve`."""
     assert request.batch_size is not None
     # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
     # of similar length side by side, which are read together

@@ -198,7 +198,8 @@ def bits_of(dtype: np.dtype) -> np.dtype:
 
 
 def copy(values: np.ndarray, goal: np.ndarray) -> None:
-    """Casts an array and copies it to another one of the same shape, in tiles if that is transposed."""
+    """Casts the array `values` to the dtype of `goal` and copies it there; both have one shape. A transposed array is
+    copied in tiles, which is faster."""
     if goal.ndim < 2 or goal.strides[-1] == goal.itemsize or goal.shape[-1] == 1:
         cast(values, goal)
         return

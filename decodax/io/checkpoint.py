@@ -191,7 +191,8 @@ def _no_format(root: Path, weights: str | Format | None) -> None:
 def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
                          mesh: Mesh | None = None, weights: str | Format | None = None
                          ) -> tuple[EncoderDecoder, Weights]:
-    """Loads an encoder-decoder from a model directory. Arguments and errors are those of `load_model`."""
+    """Loads an encoder-decoder, such as a T5, from a model directory. Returns the model and its weights as a nested
+    dict. For `dtype`, `mesh`, `weights` and errors see `load_model`."""
     asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
@@ -222,15 +223,15 @@ RECURRENT: dict[str, tuple[Any, Any, Any]] = {
 
 
 def recurrent_type(config: dict[str, Any]) -> str | None:
-    """Returns the key in `RECURRENT` of the network that a config.json describes; None if it describes another network.
-    """
+    """Returns the name under which `RECURRENT` has the recurrent network that a `config.json` describes; None if it
+    describes a network of another kind."""
     return "mamba2" if is_mamba2(config) else name if (name := str(config.get("model_type"))) in RECURRENT else None
 
 
 def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
                    weights: str | Format | None = None) -> tuple[Mamba | Mamba2 | Rwkv7, Weights]:
-    """Loads a network in `RECURRENT` from a model directory onto the first device. Arguments and errors are those of
-    `load_model`."""
+    """Loads a network with recurrent states, such as a Mamba, from a model directory onto the first device. Returns the
+    model and its weights as a nested dict. For `dtype`, `weights` and errors see `load_model`."""
     asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries = read_json(root / "config.json")

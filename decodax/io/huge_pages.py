@@ -39,7 +39,8 @@ class HugeBlocks:
         self._ranges: list[range] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Returns an array that is not filled yet."""
+        """Returns an uninitialized array in huge pages, next to those already there; in memory of its own if there are
+        no huge pages."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         if not self._huge:
@@ -52,13 +53,14 @@ class HugeBlocks:
         return found
 
     def keep(self, own: np.ndarray) -> np.ndarray:
-        """Returns an array whose memory is elsewhere; `moved` leaves it there."""
+        """Marks an array, whose memory is elsewhere, as one that `moved` must not copy into the blocks; returns it."""
         self._ranges.append(range(start := own.ctypes.data, start + own.nbytes))
         self.left -= own.nbytes
         return own
 
     def moved(self, params: Any) -> Any:
-        """Returns a pytree with its arrays on one CPU device in these blocks; others stay where they are."""
+        """Returns a pytree whose arrays on one CPU device are copied into these blocks, unless they lie there already
+        or are marked by `keep`; other arrays are returned as they are."""
         return jax.tree.map(lambda x: self._moved(x) if self._huge and on_cpu(x) else x, params)
 
     def _moved(self, x: jax.Array) -> jax.Array:

@@ -152,7 +152,8 @@ def _finisher(leaves: tuple[jax.ShapeDtypeStruct, ...], structure: Any, table: b
 
 @functools.lru_cache(maxsize=64)
 def packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
-    """Returns the program that packs weights of a shape and dtype, and places the packed kernel like them.
+    """Returns a compiled function that packs an array of the given shape and dtype in a format, and places the packed
+    kernel on the same devices.
 
     Args:
         packing: the format.

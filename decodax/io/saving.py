@@ -79,8 +79,9 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
 
 def save_mamba2(directory: str | os.PathLike[str], model: Mamba2, params: Weights,
                 config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
-    """Writes a Mamba-2 to a directory, as `save_model` does for decoders. Only the special token ids of `config` are
-    kept."""
+    """Writes a Mamba-2 to a directory, as `config.json` and `model.safetensors`, which `decodax.load` can load, and
+    transformers if no weights are packed. Of `config` only the special token ids are kept; `dtype` is that of the
+    stored weights, None: their own."""
     entries = {**{key: value for key, value in (config or {}).items() if key in ("eos_token_id", "bos_token_id",
                                                                                  "pad_token_id")},
                **entries_of(model.config)}

@@ -205,7 +205,8 @@ class Tokenizer:
             raise ChatTemplateError(f"{self.template_files[template]}: {error}") from error
 
     def encode_after(self, ids: Sequence[int] | None, text: str) -> list[int]:
-        """Returns the token ids that add exactly `text` to the text of `ids`; see `decodax.io.appended`."""
+        """Returns the token ids that, appended to `ids`, add exactly `text` to their text; see `decodax.io.appended`.
+        `ids` None: the text before is not known."""
         return appended(self, ids, text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -227,7 +228,8 @@ class Tokenizer:
 
     def detokenizer(self, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
                     min_new: int = 0, skip_special_tokens: bool = True, include_stop: bool = False) -> Detokenizer:
-        """Returns a `Detokenizer` for the tokens that follow `prompt_ids`."""
+        """Returns a `Detokenizer`, which converts the tokens after `prompt_ids` to text as they arrive. For the other
+        arguments see there."""
         return Detokenizer(self.pieces(skip_special_tokens), prompt_ids, stop=stop, min_new=min_new,
                            include_stop=include_stop)
 

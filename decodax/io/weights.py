@@ -77,7 +77,7 @@ class Loader(ArrayReader):
 
 def load_all(files: Files, where: dict[str, WeightSource], name: str, packing: Format | None,
              packs: Callable[[str], bool], on: dict[str, jax.sharding.Sharding] | None = None) -> dict[str, Any]:
-    """Loads weights.
+    """Loads the weights of a model from its files and returns them by dotted path.
 
     Args:
         files: the files.

@@ -63,7 +63,7 @@ OUTPUTS_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class LineError(ValueError):
-    """A line that cannot be answered."""
+    """The reason why a line of a batch job cannot be answered, as an exception."""
 
 
 def asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

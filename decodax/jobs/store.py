@@ -25,7 +25,7 @@ PART, LOG, ERRORS = "part-{:03d}-{:05d}.{}", ".part-{:03d}-{:05d}.log", "_errors
 
 
 def digest(name: Any) -> bytes:
-    """Returns 16 bytes that represent an id; 7 and "7" have the same digest."""
+    """Returns a hash of 16 bytes of a line's id, by its text: 7 and "7" have the same one."""
     return hashlib.blake2b(str(name).encode(errors="surrogatepass"), digest_size=16).digest()
 
 

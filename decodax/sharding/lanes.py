@@ -33,8 +33,8 @@ from decodax.sharding.place import batch_specs
 
 def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
-    """Runs `decodax.core.round.run` on each replica separately. Call it under `jax.jit` with all arrays placed on the
-    mesh.
+    """Runs up to `max_rounds` rounds of decoding (`decodax.core.round.run`) separately on each replica of a mesh, which
+    has its own rows. Call it under `jax.jit` with all arrays placed on the mesh.
 
     Args:
         alg: the decoding method.
@@ -66,7 +66,7 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 
 def divisible(s: State) -> None:
-    """Checks that rows can be divided among replicas.
+    """Checks that the rows of a decoding state can be divided among replicas, which they cannot if they share memory.
 
     Raises:
         ValueError: the rows of the cache share memory.

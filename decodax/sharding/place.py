@@ -14,7 +14,8 @@ from decodax.sampling import Policy
 
 
 def batch_specs(tree: Any) -> Any:
-    """Returns a spec for each leaf of a state or policy, with rows over DATA (`decodax.common.axes`).
+    """Returns a `PartitionSpec` for each array of a decoding state or sampling policy, which divides its rows over the
+    data axis of a mesh.
 
     Arrays that all rows of a policy share are replicated.
     """

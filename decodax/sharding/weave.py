@@ -41,8 +41,8 @@ from decodax.sharding.lanes import divisible
                     "two halves of a batch, one of which computes while the other sends")
 def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
-    """Runs `decodax.core.round.run` with two halves of the rows in each round. Call it under `jax.jit` with all arrays
-    placed on the mesh.
+    """Runs up to `max_rounds` rounds of decoding (`decodax.core.round.run`) with the rows in two halves, so that one
+    computes while the other waits for other devices. Call it under `jax.jit` with all arrays placed on the mesh.
 
     A call divides the state and its cache at the start and joins them at the end, so let one call run many rounds.
     Rounds continue until the rows of both halves have finished.

@@ -38,12 +38,12 @@ def gaussian_pairs(count: int, samples: int = 100_000, loops: int | None = None,
 
 
 def ridge(x: np.ndarray, y: np.ndarray, damping: float) -> np.ndarray:
-    """Returns the affine map from `f[N, c]` to `f[N, c']` with the smallest squared error, `f32[c + 1, c']`; the last
-    row is the bias.
+    """Returns the affine map from inputs with `c` channels to outputs with `n` channels that has the smallest squared
+    error on `N` examples, `f32[c + 1, n]`; the last row is the bias.
 
     Args:
         x: the inputs, `f[N, c]`.
-        y: the outputs, `f[N, c']`.
+        y: the outputs, `f[N, n]`.
         damping: this factor times the mean of the diagonal of the normal matrix is added to its diagonal.
     """
     x = np.concatenate([x, np.ones((len(x), 1))], 1).astype(np.float64)

@@ -62,8 +62,11 @@ def squared_error(arrays: Sequence[Array], images: Array, at: Array, size: Array
 
 def scores_before(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
                   recent: int) -> tuple[Array, Array]:
-    """Returns the scores that the network predicts for the token at `at`, `f32[N, n]`, and the blocks that count in the
-    loss, `bool[n]`. The arguments are those of `squared_error`."""
+    """Returns the scores that the network predicts for each of `n` blocks of keys, for the token at position `at`,
+    `f32[N, n]` for `N` heads; and True for blocks that count in the loss, `bool[n]`.
+
+    The input is the attention of the `history` tokens before; the arguments are described in `squared_error`.
+    """
     block = jnp.arange(images.shape[2])
     free = (block >= sinks) & (block < size - recent)
     # before the beginning of the text there is nothing

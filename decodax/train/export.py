@@ -104,7 +104,8 @@ def export_model(directory: Path, model: Transformer, params: Any, tokenizer: To
 
 def publish(target: Path, name: str, model: Transformer, shipped: Any, tokenizer: Tokenizer, facts: dict[str, Any],
             special: Mapping[str, str], config: Mapping[str, Any] | None = None, **card: Any) -> None:
-    """Writes the directory of a model, with a model card; `card` are the other arguments of `model_card`."""
+    """Writes a model to the directory `target`, as `export_model` does, with the model card that `model_card` makes.
+    `shipped` are the weights, `name` is the model's name, and `card` has the other arguments of `model_card`."""
     export_model(target, model, shipped, tokenizer, special=special, facts=facts, config=config,
                  card=model_card(name, model, facts, **card))
 

@@ -20,7 +20,8 @@ Tree = Any
 
 
 class GrpoBatch(NamedTuple):
-    """Texts to learn from."""
+    """Sampled answers to learn from: `R` rows of `T` tokens, with the log-probabilities at which they were drawn and
+    the advantage of each answer over others to the same prompt."""
 
     tokens: Array           # i32[R, T], prompt and answer
     answers: Array          # f32[R, T - 1], 1 if the next token belongs to the answer
@@ -29,7 +30,8 @@ class GrpoBatch(NamedTuple):
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Returns rewards relative to their groups, `f32[P, G]`; 0 in a group whose rewards are equal.
+    """Returns the rewards of `G` answers to each of `P` prompts, `f[P, G]`, minus their mean and divided by their
+    standard deviation in the group, `f32[P, G]`; 0 in a group whose rewards are equal.
 
     >>> advantages(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist()
     [[1.0, -1.0], [0.0, 0.0]]
@@ -39,14 +41,20 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def logprobs(network: Any, weights: Tree, tokens: Array) -> Array:
-    """Returns the log-probability of each token after the first, `f32[R, T - 1]`, by the trainer's own forward."""
+    """Returns the log-probability of each token after the first, `f32[R, T - 1]`, given the tokens before it, for
+    `tokens`, `i32[R, T]`, by a forward pass without a cache."""
     log_p = jax.nn.log_softmax(network.forward(weights, tokens[:, :-1]), -1)
     return jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
 
 
 def loss(trained: Tree, frozen: Tree, network: Any, lora: bool, batch: GrpoBatch, clip: float, kl: float
          ) -> tuple[Array, Array]:
-    """Returns the loss and the largest distance of a ratio from 1."""
+    """Returns GRPO's loss, `f32[]`, and the largest `|r - 1|` over tokens of answers, `f32[]`, where `r` is a token's
+    probability divided by that at which it was drawn.
+
+    Ratios are clipped to `1 - clip` .. `1 + clip`; `kl` weighs the divergence from the model with the weights `frozen`.
+    `trained` are weights, or with `lora` an adapter beside `frozen`.
+    """
     weights = apply(frozen, trained) if lora else trained
     new = logprobs(network, weights, batch.tokens)
     ratio = jnp.exp(new - batch.old)
@@ -63,7 +71,8 @@ def loss(trained: Tree, frozen: Tree, network: Any, lora: bool, batch: GrpoBatch
 @partial(jax.jit, static_argnums=(0, 1, 2, 7, 8), donate_argnums=(4,))
 def update(tx: Any, network: Any, lora: bool, trained: Tree, opt: Tree, frozen: Tree, batch: GrpoBatch, clip: float,
            kl: float) -> tuple[Tree, Tree, Array]:
-    """Does one step of the optimizer and returns (weights, state, largest distance of a ratio from 1)."""
+    """Does one step of the optimizer `tx` with state `opt` on `loss`. Returns the new `trained`, the new state, and the
+    largest `|r - 1|` as `loss` does. The other arguments are those of `loss`."""
     (_, off), grads = jax.value_and_grad(loss, has_aux=True)(trained, frozen, network, lora, batch, clip, kl)
     change, opt = tx.update(grads, opt, trained)
     return optax.apply_updates(trained, change), opt, off

@@ -35,8 +35,8 @@ def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: 
 
 
 def lloyd(points: np.ndarray, mass: np.ndarray, centres: np.ndarray, loops: int) -> np.ndarray:
-    """Lloyd's iteration: moves each center to the weighted mean of the points nearest to it, until no center moves or
-    `loops` iterations are done.
+    """Returns the centers `f64[count, c]` after Lloyd's iteration: each moves to the weighted mean of the points
+    nearest to it, until none moves or `loops` iterations are done.
 
     Args:
         points: `f64[N, c]`.

@@ -27,7 +27,7 @@ from decodax.train.fitting import padded
 
 @struct
 class Lesson(Struct):
-    """Training data for the kernels of one layer: a text of `T` tokens, or `N` texts, `[N, T, ...]`.
+    """Training data for the kernels of one layer: a text of `T` tokens, or `N` texts, with a leading axis `N`.
 
     Attributes:
         q: queries, `f32[T, H, d]`.
@@ -79,8 +79,8 @@ def _heard(model: Model, sinks: int, recent: int, params: Any, tokens: Array, le
 
 def synthesized(kernels: LayerKernels, own: Lesson, sinks: int, recent: int,
                 dropped: tuple[Array | float, Array | float] = (1.0, 1.0)) -> Array:
-    """Returns the attention output of LESS for one text, `f32[T, H, e]`: exact for the tokens that are kept, by the
-    kernels for the others.
+    """Returns the attention output of LESS for one text, `f32[T, H, e]`: exact for the first `sinks` and
+    the latest `recent` tokens, approximated by the kernels for the others.
 
     Args:
         kernels: the kernels of the layer.

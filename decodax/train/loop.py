@@ -133,7 +133,8 @@ def muon(weight_decay: float) -> optax.GradientTransformation:
 
 
 def cast(params: Tree, dtype: Any) -> Tree:
-    """Returns the tree with floating leaves in `dtype`. Master weights stay float32; bfloat16 is for computing only."""
+    """Returns a pytree whose floating-point arrays have the given dtype; others do not change. Master weights stay
+    float32, and bfloat16 copies are for computing only."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 

@@ -15,8 +15,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class AdapterLoss:
-    """A loss of whole weights as one of an adapter beside them, an `Objective`. The third argument of a call is the
-    third argument of that loss, and the weights, which do not change.
+    """The loss `objective` as a function of a LoRA adapter, for training with frozen weights (an `Objective`). The
+    third argument of a call is a pair: the third argument of `objective`, and the frozen weights.
 
     Attributes:
         objective: the loss.

@@ -149,7 +149,8 @@ def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Ar
 
 
 def apart(mask: Array, answer: Array, rows: Array) -> Array:
-    """Hides the answer (`bool[B, T]`) from the prompt in `rows` (`bool[B]`) of an attention mask `bool[B, T, T]`."""
+    """Returns an attention mask, `bool[B, T, T]`, in which the prompt does not attend to the answer (`bool[B, T]`) in
+    the given `rows` (`bool[B]`)."""
     return mask & ~(rows[:, None, None] & ~answer[:, :, None] & answer[:, None, :])
 
 
@@ -180,8 +181,8 @@ def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind
 
 
 def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
-    """Returns the position at which the first block with a masked token begins, `i32[B]`; the end of the text if there
-    is none."""
+    """Returns the position at which the first block with a masked token begins in each row of `tokens`, `i32[B, T]`:
+    `i32[B]`; `T` if there is none. `at`, `i32[B, T]`, are the block numbers of the positions."""
     last = at.max() + 1
     current = jnp.where(tokens == kind.mask_token, at, last).min(1, keepdims=True)
     return jnp.where(current == last, at.shape[1], (at >= current).argmax(1, keepdims=True))[:, 0]
@@ -321,8 +322,9 @@ class CertaintyForcing:
 
 @partial(jax.jit, static_argnames=("network", "kind", "at_once"))
 def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
-    """Returns rows whose answers are filled greedily, `i32[B, T]`, block by block, to measure the model. Each forward
-    pass fills the most confident token, or with `at_once` all tokens of the block."""
+    """Returns rows whose answers are filled greedily by the model, block by block, `i32[B, T]`, to measure it; the
+    tokens at answers in `batch` are not read. A forward pass fills the most confident masked position of the block, or
+    with `at_once` all of them."""
     at = blocks(kind, batch.answer)
     last = at.max() + 1
 

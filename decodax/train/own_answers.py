@@ -15,8 +15,8 @@ from decodax.train.masked_diffusion import fill as fill_batch
 
 
 def unanswered(prompts: Sequence[Sequence[int]], length: int, canvas: int) -> Batch:
-    """Returns prompts as rows of `length` tokens with room for an answer of `canvas` tokens after each. A prompt that
-    is too long loses its beginning."""
+    """Returns a batch of prompts as rows of `length` tokens, each followed by `canvas` positions that are marked as the
+    answer, with token 0. A prompt longer than `length - canvas` loses its first tokens."""
     shape = len(prompts), length
     tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
     for i, prompt in enumerate(prompts):
@@ -55,7 +55,8 @@ def chosen(rows: Any, count: int, seed: int, step: int) -> Any:
 
 def fill(model: Transformer, kind: Diffusion, params: Any, batch: Batch, size: int = 512,
          at_once: bool = False) -> np.ndarray:
-    """Returns the rows with their answers filled greedily, `size` rows at a time."""
+    """Returns the rows of a batch with their answers filled greedily by the model, `i32[B, T]`, computed for `size`
+    rows at a time; `at_once` fills a whole block in each forward pass."""
     out = []
     for at in range(0, len(batch.tokens), size):
         count = min(size, len(batch.tokens) - at)

@@ -31,7 +31,8 @@ from decodax.train.k_means import k_means
 
 @struct
 class HearingQueries(Listening):
-    """A cache that stores nothing. Its entries are a key `f[B, W, G, d]` and a query `f[B, W, H, d]` for each layer."""
+    """A cache that stores nothing and records: with attention among the tokens of the call alone, its entries are the
+    keys `f[B, W, G, d]` and the queries `f[B, W, H, d]` of each layer."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, _ = super().heard(layer, q, k, v, window, **options)

@@ -64,8 +64,9 @@ class NextSequence(Bound):
         return later(own), later(counted), jnp.ones((B, T)), right, jnp.zeros((B, T))
 
     def noise(self, key: Array, batch: Batch) -> tuple[Array, Array]:
-        """Returns the noise blocks, `i32[B, T + block - 1]`, so that the last one is whole, and the position at which
-        the first one begins, `i32[B, 1]`: the token before the answer, or up to `block - 1` tokens before that."""
+        """Returns the text with all but the first token of each block masked, `i32[B, T + block - 1]`, padded so that
+        the last block is whole, and the position at which the first block begins, `i32[B, 1]`: that of the token before
+        the answer, or a random number of up to `block - 1` tokens before that."""
         B, size = len(batch.tokens), self.kind.block or 1
         offset = jax.random.randint(key, (B, 1), 0, size)
         first = jnp.maximum(batch.answer.argmax(1, keepdims=True), 1) - 1 - offset

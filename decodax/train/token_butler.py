@@ -30,8 +30,8 @@ from decodax.train.fitting import shuffled, train
 
 @struct
 class Scored(Passing):
-    """A cache that stores nothing: attention within the window. Its entries are queries multiplied by the scale of the
-    scores, `f[B, W, H, d]`, and keys `f[B, W, G, d]`."""
+    """A cache that stores nothing and records: with attention among the tokens of the call alone, its entries are the
+    queries times the scale of the scores, `f[B, W, H, d]`, and the keys `f[B, W, G, d]` of each layer."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None, sinks: Array | None = None

@@ -28,7 +28,8 @@ Tree = Any
 
 @struct
 class FilterExamples(Struct):
-    """Training examples: decoding steps of greedy rollouts.
+    """Training examples of a filter that predicts whether a masked position's most likely token is the one it will have
+    in the end: steps of greedy decoding.
 
     Attributes:
         confidence: `f32[N, n]`, confidences at the `n` positions of a block.
@@ -49,14 +50,16 @@ def init_filter(key: Array, span: int) -> Tree:
 
 
 def apply_filter(params: Tree, confidence: Array) -> Array:
-    """Returns the logits that candidates are final, `f32[..., n]`, from confidences `f32[..., n]`."""
+    """Returns the logits, `f32[..., n]`, that the most confident token at each of the `n` positions of a block is its
+    final one, from the model's confidences there, `f32[..., n]`."""
     hidden = jax.nn.relu(confidence @ params["hidden"]["kernel"] + params["hidden"]["bias"])
     return hidden @ params["out"]["kernel"] + params["out"]["bias"]
 
 
 @dataclass(frozen=True)
 class FilterLoss:
-    """The binary cross-entropy of the filter, averaged over positions."""
+    """The training loss of the filter (an `Objective`): the binary cross-entropy of its prediction that a position's
+    candidate token is final, averaged over positions."""
 
     def __call__(self, params: Tree, batch: FilterExamples, key: Array) -> tuple[Array, dict[str, Array]]:
         logits = apply_filter(params, batch.confidence)
@@ -65,8 +68,9 @@ class FilterLoss:
 
 
 def figures(params: Tree, examples: FilterExamples, threshold: float = 0.9) -> dict[str, float]:
-    """Returns the loss ("filter_loss"), the share of candidates whose probability exceeds the threshold ("passed"), and
-    the share of these that are not final ("wrongly")."""
+    """Returns measurements of the filter on examples: its cross-entropy ("filter_loss"), the share of candidate tokens
+    whose predicted probability to be final exceeds `threshold` ("passed"), and the share of these that are not final
+    ("wrongly")."""
     logits = apply_filter(params, examples.confidence)
     passed = jax.nn.sigmoid(logits) > threshold
     loss, _ = FilterLoss()(params, examples, jax.random.key(0))

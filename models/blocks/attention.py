@@ -82,7 +82,8 @@ class Attention(nnx.Module):
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def keys_values(self, x: Array, tables: dict[Any, Any]) -> tuple[Array, Array]:
-        """Returns the keys and values of `x`, `f[B, W, G, d]`, as a cache stores them."""
+        """Returns the keys (normed and rotated) and the values, `f[B, W, G, d]` each, of inputs `x`, `f[B, W, D]`, as a
+        cache stores them. `tables` has the cosine and sine of each rotary embedding."""
         assert self.k is not None
         k = self.k(x)
         v = self._scaled(k if self.v is None else self.v(x))

@@ -100,7 +100,8 @@ class DecoderLayer(nnx.Module):
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, Any],
                        attend: Attend) -> tuple[Array, Any]:
-        """Returns the output of attention, which is added to the residual stream, and the layer's entry."""
+        """Runs the attention of layer `index`, with its norm, on the residual stream `x`, `f[B, W, D]`. Returns what is
+        to be added to the stream, and what is to be committed to the cache. `tables` are those of `Decoder.tables`."""
         branch, entry = self._attention(index, optional(self.attn_in, x), tables, attend, True)
         return self.c.residual_scale * branch, entry
 
@@ -113,7 +114,8 @@ class DecoderLayer(nnx.Module):
         return self.c.residual_scale * optional(self.mlp_out, self.mlp(normed))
 
     def values(self, x: Array) -> Array:
-        """Returns only the attention's values, `f[B, W, G, d]`."""
+        """Returns the values that attention computes from the residual stream `x`, `f[B, W, D]`: `f[B, W, G, d]`,
+        without queries and keys."""
         assert isinstance(self.attn, Attention)
         return self.attn._values(optional(self.attn_in, x))
 

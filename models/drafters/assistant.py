@@ -100,8 +100,9 @@ class AssistantHead(ModuleHead):
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:
-        """Runs the head; `positions` are those of the newest tokens. `attend` is called with the index of each layer,
-        and None in place of keys and values."""
+        """Runs the head on tokens `i32[B, W]` and states `f[B, W, D]` at `positions`, that of the newest token for all.
+        Calls `attend` with each layer's index and None as keys and values, since those are the target's; `depth` is not
+        used."""
         assert attend is not None
         # The factor is rounded to the weights' dtype, as in the target's own forward pass.
         embedded = embed(tokens).astype(state.dtype) * jnp.asarray(self.backbone ** 0.5, state.dtype)

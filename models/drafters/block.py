@@ -93,7 +93,7 @@ class BlockHead(ModuleHead):
 
     @property
     def tokens(self) -> int:
-        """Number of the target's tokens."""
+        """Number of token ids of the target: `target_vocab`, or `vocab` if that is None."""
         return self.target_vocab or self.vocab
 
     @property
@@ -102,12 +102,12 @@ class BlockHead(ModuleHead):
 
     @property
     def offset(self) -> int:
-        """Index of the first slot that predicts."""
+        """Index of the first slot whose logits are used as a draft: 0 if `first_predicts`, else 1."""
         return 0 if self.first_predicts else 1
 
     @property
     def sizes(self) -> BlockSizes:
-        """The sizes that the correction depends on."""
+        """The widths and counts of this head that its correction's network is built from."""
         return BlockSizes(self.config.width, self.vocab, self.tokens, self.block, self.offset)
 
     @property
@@ -124,7 +124,7 @@ class BlockHead(ModuleHead):
 
     @property
     def memory(self) -> int:
-        """Width of the correction's memory."""
+        """Number of channels `m` of the recurrent state that the correction carries from slot to slot; 0: none."""
         return 0 if self.correction is None else self.correction.memory(self.sizes)
 
     @property
@@ -135,34 +135,39 @@ class BlockHead(ModuleHead):
         return BlockNetwork(self, rngs)
 
     def enter(self, weights: Weights, features: Array) -> Array:
-        """Returns the context features `f[B, W, d]` of the target's features."""
+        """Projects the target's features `f[B, W, F]` of verified tokens to context features `f[B, W, d]`, from which
+        every layer computes keys and values."""
         return self.network(weights).enter(features)
 
     def context(self, weights: Weights, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
-        """Returns the keys and values of context features `f[B, W, d]` at positions `i32[B, W]`, for each layer."""
+        """Returns for each layer the keys and values, `f[B, W, G, e]` each, of context features `state`, `f[B, W, d]`
+        (results of `enter`), at positions `i32[B, W]`. The slots of a block attend to them."""
         return self.network(weights).context(state, positions)
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:
-        """Runs the head on blocks: `tokens` are the newest one and masks. `state` gives only the dtype; `depth` is not
-        used."""
+        """Runs all layers on blocks: `tokens`, `i32[B, W]`, are the newest token and then masks, `positions` theirs.
+        The slots attend to the context by `attend`. `state` only gives the dtype, and `depth` is not used."""
         assert attend is not None
         network = self.network(weights)
         hidden, entries = network(network.embedded(embed, tokens).astype(state.dtype), positions, attend)
         return HeadStep(hidden=hidden, state=hidden, entries=entries)
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
-        """Returns the logits `f32[B, W, vocab]` of slots before the correction."""
+        """Returns the logits `f32[B, W, vocab]` of slots with hidden states `f[B, W, d]`, before the correction: by the
+        head's own vocabulary matrix, or else by the target's, `head`."""
         own = self.network(weights).lm_head
         return head(hidden) if own is None else own(hidden).astype(jnp.float32)
 
     def prepare(self, weights: Weights, hidden: Array) -> Array:
-        """Returns what the correction reads of the hidden states of a whole block; see `CorrectionNetwork.prepare`."""
+        """Returns the vectors `f[B, S, e]` that the correction reads for the `S` slots of a block, computed once from
+        their hidden states `f[B, S, d]`. Without a correction these are the hidden states."""
         correction = self.network(weights).correction
         return hidden if correction is None else correction.prepare(hidden)
 
     def opening(self, weights: Weights, seen: Array, newest: Array, before: Array, embed: Embed) -> Array:
-        """Returns the correction's memory before the first slot that predicts, `f[B, 1, m]`.
+        """Returns the state of the correction before the first slot that predicts, `f[B, 1, m]`: zeros, or the state
+        after slot 0 if the correction starts by reading the newest token or the one before it.
 
         Args:
             weights: the head's weights.
@@ -181,7 +186,8 @@ class BlockHead(ModuleHead):
 
     def correct(self, weights: Weights, logits: Array, seen: Array, tokens: Array, embed: Embed, memory: Array,
                 slots: Array) -> tuple[Array, Array]:
-        """Returns the corrected logits, and the memory; see `CorrectionNetwork`."""
+        """Returns the logits of slots corrected for the token before each, `f32[B, W, vocab]`, and the correction's new
+        state. Without a correction both are returned unchanged. Shapes as in `CorrectionNetwork.__call__`."""
         network = self.network(weights)
         if network.correction is None:
             return logits, memory
@@ -231,12 +237,14 @@ class BlockNetwork(nnx.Module):
         self.confidence = Linear(rngs, (wide, 1), (None, None), True) if h.confidence is not None else None
 
     def embedding(self, embed: Embed) -> Embed:
-        """Returns the embedding table that the head uses."""
+        """Returns the function from token ids to embeddings that the head uses: its own table if it has one, else
+        `embed`, the target's."""
         own = self.embed
         return embed if own is None else lambda tokens: own[...][tokens]
 
     def embedded(self, embed: Embed, tokens: Array) -> Array:
-        """Returns the embeddings `f[B, W, d]` of the tokens of blocks."""
+        """Returns the inputs `f[B, W, d]` of blocks with `tokens`, `i32[B, W]`: their embeddings, or, if the head has a
+        learned mask vector, the embedding of each block's first token and that vector for the others."""
         x = self.embedding(embed)(tokens)
         if self.mask is None:
             return x
@@ -244,11 +252,12 @@ class BlockNetwork(nnx.Module):
         return jnp.where(first[:, None], x, self.mask[...].astype(x.dtype))
 
     def enter(self, features: Array) -> Array:
-        """Returns the context features of the target's features."""
+        """Projects the target's features `f[B, W, F]` to context features `f[B, W, d]`, with a norm."""
         return self.tap_norm(self.taps(features))
 
     def context(self, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
-        """Returns the keys and values of context features, for each layer."""
+        """Returns for each layer the keys and values, `f[B, W, G, e]` each, of context features `f[B, W, d]` at
+        positions `i32[B, W]`."""
         tables = rope_tables(self.h.config, positions)
         return tuple(cast(Attention, layer.attn).keys_values(state, tables) for layer in self._layers())
 

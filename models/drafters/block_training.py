@@ -37,7 +37,8 @@ class BlockPredictions(Struct):
 
 def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array, anchors: Array, embed: Embed,
               vocabulary: Callable[[Array], Array]) -> BlockPredictions:
-    """Runs a block at each anchor.
+    """Runs a block head at each of some positions ("anchors") of texts, as in drafting after the token there, and
+    returns what it predicts for the tokens that follow.
 
     Args:
         head: the head.

@@ -58,7 +58,8 @@ class ChimeraHead(ModuleHead):
 
     @property
     def state_width(self) -> int:
-        """Context, newest hidden state of the target, and the two tokens before the pair's own."""
+        """Width of the state, `4 D`: the concatenation of the full-context encoder's output, the newest hidden state of
+        the target, and the embeddings of the two tokens before the pair's own."""
         return 4 * self.config.width
 
     @property

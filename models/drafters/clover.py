@@ -88,8 +88,8 @@ class CloverHead(PrefixedHead):
 
 
 class AttentionDecoder(nnx.Module):
-    """Adds tokens to states: `s + cos(q, k) v` in each attention head, with `q` from the norm of the state, and `k` and
-    `v` from the token."""
+    """A module that adds drafted tokens to states `f[B, W, D]`: in each attention head it adds `cos(q, k) v`, with the
+    query `q` from the norm of the state, and key `k` and value `v` from the token's embedding."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.heads = c.heads

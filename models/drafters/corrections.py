@@ -46,12 +46,13 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Correction(abc.ABC):
-    """Base class of corrections: derive a frozen dataclass from it, static under jit."""
+    """Base class of corrections: options of a small network that changes the logits of a block's slots, given the token
+    drafted in the slot before. Derive a frozen dataclass from it; it is static under jit."""
 
     opening: ClassVar[Opening] = "skipped"
 
     def memory(self, sizes: BlockSizes) -> int:
-        """Returns the width of the memory; 0: none."""
+        """Returns the number of channels of the state that is carried from slot to slot; 0: there is no state."""
         return 0
 
     @abc.abstractmethod
@@ -60,7 +61,7 @@ class Correction(abc.ABC):
 
 
 class CorrectionNetwork(nnx.Module):
-    """The network of a `Correction`."""
+    """The network of a `Correction`: changes the logits of the slots of a drafted block, slot after slot."""
 
     def prepare(self, hidden: Array) -> Array:
         """Returns the values `f[B, S, e]` that the correction reads of the hidden states `f[B, S, d]` of a block."""
@@ -106,7 +107,7 @@ class Markov(Correction):
 
 
 class MarkovNetwork(CorrectionNetwork):
-    """The network of `Markov`."""
+    """The network of `Markov`: adds logits that depend on the token before, by two low-rank matrices."""
 
     def __init__(self, c: Markov, sizes: BlockSizes, rngs: nnx.Rngs):
         self.form, r, wide = c.form, c.rank, sizes.width
@@ -150,7 +151,7 @@ class PrefixGRU(Correction):
 
 
 class PrefixGRUNetwork(CorrectionNetwork):
-    """The network of `PrefixGRU`."""
+    """The network of `PrefixGRU`: a GRU over the drafted tokens, whose state changes the logits of the next slot."""
 
     def __init__(self, c: PrefixGRU, sizes: BlockSizes, rngs: nnx.Rngs):
         wide = sizes.width
@@ -189,7 +190,8 @@ class CandidateSelector(Correction):
 
 
 class SelectorNetwork(CorrectionNetwork):
-    """The network of `CandidateSelector`."""
+    """The network of `CandidateSelector`: rescores the `top_k` likeliest tokens of each slot; all other logits become
+    -inf."""
 
     def __init__(self, c: CandidateSelector, sizes: BlockSizes, rngs: nnx.Rngs):
         self.top_k = min(c.top_k, sizes.vocab)
@@ -235,7 +237,7 @@ class Refiner(Correction):
 
 
 class RefinerNetwork(CorrectionNetwork):
-    """The network of `Refiner`; its memory has the vectors of all slots so far."""
+    """The network of `Refiner`. The state that it carries from slot to slot has the vectors of all slots so far."""
 
     def __init__(self, c: Refiner, sizes: BlockSizes, rngs: nnx.Rngs):
         r, wide = c.rank, sizes.width
@@ -265,7 +267,8 @@ class RefinerNetwork(CorrectionNetwork):
 
 def walk(network: CorrectionNetwork, logits: Array, seen: Array, tokens: Array, embed: Embed, memory: Array,
          first: int) -> Array:
-    """Returns the corrected logits `f32[B, S, V]` of `S` slots in order, with known tokens.
+    """Applies a correction to `S` consecutive slots whose tokens are all known, in order, and returns the corrected
+    logits, `f32[B, S, V]`.
 
     Args:
         network: the correction.

@@ -30,7 +30,8 @@ from decodax.models.rope import Dynamic, LongRope, Rope
 
 @dataclasses.dataclass(frozen=True)
 class CrossKVHead(ModuleHead):
-    """A decoder layer with attention to the target's keys and values.
+    """A drafter head of one decoder layer with self-attention and attention to the keys and values of a layer of the
+    target (GliDe, LongSpec).
 
     Attributes:
         taps: empty: it does not read the target's hidden states.
@@ -110,8 +111,9 @@ class CrossKVHead(ModuleHead):
 
     def known(self, weights: Weights, entries: Mapping[int, tuple[Array, Array]],
               positions: Array) -> tuple[Array, Array]:
-        """Returns the keys and values `f[B, W, G, d]` that drafts attend to, for tokens at positions `i32[B, W]`, from
-        those of the target's layers, by the layers' indices."""
+        """Returns the keys and values `f[B, W, G, d]` to which drafts attend by cross-attention, for tokens at
+        positions `i32[B, W]`. Here they are those of the target's layer `layer`; `entries` has those of its layers by
+        index."""
         return entries[self.layer]
 
     def keys_values(self, weights: Weights, embedded: Array, positions: Array) -> tuple[Array, Array]:
@@ -148,7 +150,8 @@ class CrossKVNetwork(nnx.Module):
         self.norm = norm() if h.final_norm else None
 
     def keys_values(self, x: Array, positions: Array) -> tuple[Array, Array]:
-        """Returns the keys and values of the self-attention for the embeddings `f[B, W, D]` of tokens."""
+        """Returns the keys and values `f[B, W, G, d]` of the head's self-attention for tokens with the embeddings `x`,
+        `f[B, W, D]`, at `positions`, `i32[B, W]`."""
         layer = self.layers["0"]
         return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.rope, positions))
 
@@ -162,7 +165,8 @@ class CrossKVNetwork(nnx.Module):
 
 
 def rotations(rope: Rope | None, positions: Array) -> dict[Any, Any]:
-    """Returns the tables that a decoder layer takes at positions `i32[B, W]`."""
+    """Returns the table argument of a `DecoderLayer` for positions `i32[B, W]`: cosine and sine of `rope` (if not
+    None), the positions themselves under None, and None under "inputs"."""
     return {None: positions, "inputs": None} | ({} if rope is None else {rope: rope.table(positions)})
 
 

@@ -25,10 +25,11 @@ from decodax.models.drafters.recurrent import RecurrentHead, RecurrentHeadNetwor
 
 @dataclasses.dataclass(frozen=True)
 class DepthwiseHead(ModuleHead):
-    """A head with a layer for each depth.
+    """A drafter head with another layer for each draft depth (multi-token prediction with several modules).
 
-    Its state is that of all layers, side by side. The states of verified pairs begin with the target's hidden state;
-    the parts after it matter at the first pair alone, where they are the states of the pair before.
+    Its state is the concatenation of the states of all layers. For a verified pair, the first part is computed from the
+    target's hidden state. The others are read at the first pair of a call alone; they are the states of the first
+    `count - 1` layers at the pair before it.
 
     Attributes:
         layer: the network of each layer.
@@ -92,7 +93,8 @@ class DepthwiseNetwork(nnx.Module):
         self.depths = nnx.Dict({str(i): RecurrentHeadNetwork(h.layer, rngs) for i in range(h.count)})
 
     def logits(self, hidden: Array, depth: Depth) -> Array:
-        """Returns logits `f32[B, W, vocab]` of hidden states, by the vocabulary matrix of the layer of each depth."""
+        """Returns logits `f32[B, W, vocab]` of hidden states, each by the vocabulary matrix of the layer of its `depth`
+        (`i32[B, W]`; an int: layer 0 for all)."""
         found = self.depths["0"].logits(hidden)
         for i in range(1, 1 if isinstance(depth, int) else self.h.count):
             found = jnp.where(depth[..., None] >= i, self.depths[str(i)].logits(hidden), found)     # type: ignore[index]

@@ -67,7 +67,7 @@ class FalconHead(ModuleHead):
 
     @property
     def carry_width(self) -> int:
-        """Number of channels of the LSTM's state: output and cell of each layer."""
+        """Number of channels `c` of the LSTM's state: hidden state and cell state of each layer, side by side."""
         return 2 * self.cells * self.config.width
 
     @property
@@ -120,13 +120,15 @@ class FalconHead(ModuleHead):
         return found.swapaxes(0, 1), carry
 
     def context(self, weights: Weights, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
-        """Returns the keys and values of outputs `f[B, W, D]` of the LSTM at positions `i32[B, W]`."""
+        """Returns the keys and values, `f[B, W, G, e]` each, of the decoder layer, as a tuple with one pair, from
+        outputs `state`, `f[B, W, D]`, of the LSTM at positions `i32[B, W]`."""
         layer = self.network(weights).layers["0"]
         return (layer.attn.keys_values(state, rope_tables(self.config, positions)),)
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:
-        """Runs the decoder layer on outputs of the LSTM, `state`; `tokens` and `depth` are not used."""
+        """Runs the decoder layer on `state`, `f[B, W, D]`, outputs of the LSTM at `positions`, with attention by
+        `attend`. `tokens`, `embed` and `depth` are not used, since the LSTM has read the embeddings."""
         assert attend is not None
         x, entry = self.network(weights).layers["0"](0, state, rope_tables(self.config, positions), attend)
         return HeadStep(hidden=x, state=x, entries=(entry,))

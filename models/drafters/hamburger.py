@@ -93,7 +93,8 @@ class HamburgerHead(ModuleHead):
 
     @property
     def read(self) -> int:
-        """Number of hidden states of a position that the decoder reads."""
+        """Number `F` of hidden states of the model that the decoder reads at a position: one for each tap, and the
+        final one."""
         return len(self.taps) + 1
 
     @property
@@ -113,8 +114,8 @@ class HamburgerHead(ModuleHead):
         return module
 
     def features(self, hidden: Array, layers: tuple[Array, ...] | None) -> Array:
-        """Returns the hidden states that the decoder reads, `f[B, W, F, D]`, the final one last; see
-        `DraftHead.features`."""
+        """Returns the hidden states that the decoder reads, `f[B, W, F, D]`: the outputs of the layers in `taps`, then
+        the state after the final norm. `hidden` is that state, `f[B, W, D]`, and `layers` the output of each layer."""
         tapped = super().features(hidden, layers) if self.taps else hidden[..., :0]
         return jnp.concatenate([tapped, hidden], -1).reshape(*hidden.shape[:2], self.read, -1)
 
@@ -139,8 +140,8 @@ class HamburgerHead(ModuleHead):
         return jnp.where(count[..., None] == 1, embedded[..., 0, :], mean + network.merge["o"](read))
 
     def stop(self, weights: Weights, hidden: Array) -> Array:
-        """Returns the logits that a group ends with the token that each of `hidden`, `f[..., D]`, predicts: `f32[...]`.
-        """
+        """Returns the logit, `f32[...]`, of the probability that a group ends with the token that is predicted from
+        each of the hidden states `f[..., D]`."""
         network = self.network(weights).stop
         inside = jax.nn.silu(network["1"](jax.nn.silu(network["0"](hidden))))
         return network["2"](inside)[..., 0].astype(jnp.float32)
@@ -150,8 +151,9 @@ class HamburgerHead(ModuleHead):
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:
-        """Runs the decoder's layers on hidden states and embeddings, `state`, whose places in the sequence are
-        `positions`; `tokens` and `depth` are not used."""
+        """Runs the decoder's layers on `state`, `f[B, W, D]`: the model's hidden states and then the embeddings of a
+        group's tokens. `positions` are their places in this short sequence; `tokens`, `embed` and `depth` are not used.
+        """
         assert attend is not None
         network, tables, x, entries = self.network(weights), rope_tables(self.config, positions), state, []
         for i in range(len(self.config.layers)):

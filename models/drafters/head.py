@@ -36,7 +36,7 @@ Depth = Array | int
 
 @struct
 class HeadStep(Struct):
-    """The output of a head for `W` pairs.
+    """The output of a drafter head for `W` pairs (a target feature and the embedding of the token after it).
 
     Attributes:
         hidden: `f[B, W, h]`, input of `DraftHead.logits`.
@@ -77,7 +77,7 @@ class DraftHead(abc.ABC):
     @property
     @abc.abstractmethod
     def state_width(self) -> int:
-        """Width `d` of the head's state."""
+        """Width `d` of the head's state: the vector that stands for the target's feature in a pair."""
 
     @property
     def longest(self) -> int | None:
@@ -91,18 +91,20 @@ class DraftHead(abc.ABC):
 
     @property
     def tokens_before(self) -> int:
-        """Number of tokens, up to that of the feature's position, that the head reads beside a pair's own."""
+        """Number of tokens, ending with the one at the feature's position, whose embeddings the head reads in addition
+        to that of the pair's own token, which is the next one. 0: none."""
         return 0
 
     @property
     def carries_state(self) -> bool:
-        """True if a verified pair also reads the state of the pair before; see `follow`."""
+        """True if the input of a verified pair also depends on the head's own state after the pair before it, so that
+        `follow` reads its argument `before`."""
         return False
 
     @property
     def drafts_attend(self) -> bool:
-        """True if drafted tokens have keys and values, too; False if the head attends for verified ones alone, so that
-        `step` gets no attention function for drafted ones."""
+        """True if the head also runs attention for drafted tokens, which then have keys and values. False if it does so
+        for verified tokens alone; `step` gets `attend=None` for drafted ones."""
         return True
 
     @property
@@ -142,11 +144,13 @@ class DraftHead(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, weights: Weights, features: Array) -> Array:
-        """Returns the state `f[B, W, d]` that stands for the target's features `f[B, W, F]`. For a head with
-        `tokens_before`, their embeddings follow each feature, the oldest first, `f[B, W, F + n D]`."""
+        """Returns the states `f[B, W, d]` that the head computes from the target's features `f[B, W, F]`, as the first
+        half of its pairs. For a head with `n = tokens_before > 0`, the input is `f[B, W, F + n D]`: after each feature
+        come the embeddings of these tokens, the oldest first."""
 
     def follow(self, entered: Array, before: Array) -> Array:
-        """Returns the states `f[B, W, d]` of verified pairs that follow one another.
+        """Returns the states `f[B, W, d]` with which `step` reads `W` consecutive verified pairs. By default these are
+        `entered`; a head with `carries_state` combines them with the states of the pairs before.
 
         Args:
             entered: the results of `enter` for them.
@@ -158,7 +162,8 @@ class DraftHead(abc.ABC):
     @abc.abstractmethod
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:
-        """Runs the head on pairs.
+        """Runs the head on `W` pairs: for each a state, which is or stands for the target's feature at a position, and
+        the token after that position.
 
         Args:
             weights: the head's weights.
@@ -201,7 +206,7 @@ class ModuleHead(DraftHead):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self)[1])
 
     def network(self, weights: Weights) -> Any:
-        """Returns the module with the given weights, within a trace."""
+        """Returns the Flax module with the given weights, to be called inside a traced function."""
         return nnx.merge(_split(self)[0], nnx.State(weights))
 
 

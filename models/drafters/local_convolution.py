@@ -26,8 +26,8 @@ class LocalConvolution:
 
 
 class Convolutions(nnx.Module):
-    """The two convolutions around one half of a layer, within each block of `block` slots, or within the slots of one
-    shorter block. A fresh one changes nothing."""
+    """The two causal convolutions around one half (attention or MLP) of a decoder layer: one over its input, one over
+    its output, each within a block of `block` slots. With initial weights they change nothing."""
 
     def __init__(self, c: LocalConvolution, width: int, block: int, rngs: nnx.Rngs):
         if width % c.group:
@@ -43,7 +43,8 @@ class Convolutions(nnx.Module):
         return self._convolved(x, kernels[:, :, 0], 0), kernels[:, :, 1]
 
     def after(self, x: Array, kernels: Array) -> Array:
-        """Returns the output of the half, `f[B, S, d]`, convolved."""
+        """Convolves the output `x` of the half, `f[B, S, d]`, with the `kernels` that the call on its input returned.
+        """
         return self._convolved(x, kernels, 1)
 
     def _convolved(self, x: Array, kernels: Array, side: int) -> Array:

@@ -25,7 +25,7 @@ class MaskPredictor(EncoderDecoder):
 
     @classmethod
     def of(cls, network: EncoderDecoder) -> MaskPredictor:
-        """Makes the network from an encoder-decoder with the same weights."""
+        """Returns a `MaskPredictor` with the configuration of an encoder-decoder, whose weights it takes unchanged."""
         return cls(**{field.name: getattr(network, field.name) for field in dataclasses.fields(EncoderDecoder)})
 
     def _bias(self, stack: Stack, p: Weights, *, both: bool) -> Any:
@@ -33,7 +33,8 @@ class MaskPredictor(EncoderDecoder):
 
 
 def masked_block(tokens: Array, length: Array, count: int, mask: int) -> Window:
-    """Returns the window of texts with mask tokens after them, in which all tokens see each other.
+    """Returns the inputs of a forward pass over texts with `count` mask tokens appended to each; all of these tokens
+    attend to one another.
 
     >>> w = masked_block(jnp.array([[7, 8, 9]]), jnp.array([2]), 2, 5)
     >>> w.tokens.tolist(), w.live.tolist()

@@ -48,7 +48,8 @@ class MixtureHead(CrossKVHead):
 
     @property
     def keep(self) -> tuple[tuple[bool, bool], ...]:
-        """The parts of the target that run after the head, see `LayeredModel.apply`."""
+        """For each layer of the target, whether its attention and its MLP run after the head: True for the last `above`
+        layers. It is the argument `keep` of `LayeredModel.apply`."""
         return tuple((i > self.layer - self.above,) * 2 for i in range(self.layer + 1))
 
     def check_target(self, config: DecoderConfig) -> None:
@@ -81,8 +82,8 @@ class MixtureNetwork(nnx.Module):
         self.norm = Norm(c.norm, (c.width,), ("embed",)) if h.final_norm else None
 
     def known(self, entries: list[tuple[Array, Array]], positions: Array) -> tuple[Array, Array]:
-        """Returns the keys and values of the cross-attention, from those of each of the target's layers, all `f[B, W,
-        G, d]`."""
+        """Returns the keys and values `f[B, W, G, d]` to which drafts attend by cross-attention, computed from those of
+        all the target's layers, `entries`, for tokens at `positions`, `i32[B, W]`."""
         assert self.project.bias is not None
         dtype = self.project.bias[...].dtype       # the kernel may be packed
         x = jnp.stack([jnp.concatenate([k, v], -1).reshape(*positions.shape, -1) for k, v in entries], 2).astype(dtype)
@@ -96,7 +97,8 @@ class MixtureNetwork(nnx.Module):
         return cast(Attention, cross.attn).keys_values(x, rotations(self.ropes[1], positions))
 
     def keys_values(self, x: Array, positions: Array) -> tuple[Array, Array]:
-        """Returns the keys and values of the self-attention for the embeddings `f[B, W, D]` of tokens."""
+        """Returns the keys and values `f[B, W, G, d]` of the head's self-attention for tokens with the embeddings `x`,
+        `f[B, W, D]`, at `positions`, `i32[B, W]`."""
         layer = self.layers["0"]
         return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.ropes[1], positions))
 

@@ -18,7 +18,8 @@ from decodax.models.layers import weight
 
 @dataclasses.dataclass(frozen=True)
 class ParallelHead(RecurrentHead):
-    """A recurrent head that predicts all drafts of a round in one pass.
+    """A recurrent head that predicts all drafts of a round in one forward pass (P-EAGLE): the inputs after the newest
+    token are mask tokens with a learned feature.
 
     Attributes:
         mask: the token of pairs whose token is not known.
@@ -40,13 +41,14 @@ class ParallelHead(RecurrentHead):
         return ParallelNetwork(self, rngs)
 
     def unknown(self, weights: Weights) -> Array:
-        """Returns the state `f[1, 1, d]` of a pair whose feature is not known."""
+        """Returns the head's state `f[1, 1, d]` for a mask token: it is computed from a learned vector that stands for
+        the target's unknown feature."""
         network = self.network(weights)
         return network.enter(network.mask_feature[...][None, None])
 
 
 class ParallelNetwork(RecurrentHeadNetwork):
-    """The network of a `ParallelHead`."""
+    """The network of a `ParallelHead`: that of a `RecurrentHead` with a learned vector for features not yet known."""
 
     def __init__(self, h: ParallelHead, rngs: nnx.Rngs):
         super().__init__(h, rngs)

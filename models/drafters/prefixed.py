@@ -24,8 +24,8 @@ from decodax.models.layers import Norm
 
 
 class PrefixedHead(StackedHead):
-    """Base class of stacked heads that may have layers before them. The layers read and write the first `width`
-    channels of a state.
+    """Base class of stacked heads that may have decoder layers between the target's hidden state and the heads. The
+    layers read and replace the first `width` channels of a state; its other channels pass unchanged.
 
     Attributes:
         prefix: configuration of the layers, of the target's width; None: there are none.
@@ -46,15 +46,16 @@ class PrefixedHead(StackedHead):
         return () if self.prefix is None else tuple(kv_layers(self.prefix, None))
 
     def with_prefix(self, rngs: nnx.Rngs) -> Any:
-        """Returns a module that has the layers as `prefix`, for a derived class to add its own parts."""
+        """Returns a module whose attribute `prefix` has the decoder layers, or None without any, for a derived class to
+        add its own parts."""
         module: Any = nnx.Module()
         module.prefix = None if self.prefix is None else PrefixLayers(self.prefix, rngs)
         return module
 
     def through_prefix(self, network: Any, state: Array, positions: Array,
                        attend: Attend | None) -> tuple[Array, tuple[Any, ...]]:
-        """Returns the states `f[B, W, d]` after the layers, and the layers' entries. For drafted tokens `attend` is
-        None, and the states are those given."""
+        """Returns the states `f[B, W, d]` after the decoder layers of `network.prefix`, and what each layer adds to the
+        head's cache. Without such layers, or with `attend=None`, as for drafted tokens, returns `state` and ()."""
         if network.prefix is None or attend is None:
             return state, ()
         first, entries = network.prefix(state[..., :self.width], positions, attend)
@@ -78,14 +79,16 @@ class PrefixLayers(nnx.Module):
 
 
 def rope_tables(c: DecoderConfig, positions: Array) -> dict[Any, Any]:
-    """Returns what a `DecoderLayer` of a drafter reads beside its input, for positions `i32[B, W]`."""
+    """Returns the table argument of `DecoderLayer` for positions `i32[B, W]`: cosine and sine by rotary embedding, the
+    positions themselves under None, and None under "inputs"."""
     return {layer.rope: layer.rope.table(positions) for layer in c.layers if layer.rope is not None} | {
         None: positions, "inputs": None}
 
 
 def plain_layers(c: DecoderConfig, vocab: int, count: int = 1) -> DecoderConfig:
-    """Returns the configuration of `count` layers like the target's last one with attention: without experts, recurrent
-    blocks or shared keys, in the usual place of the norms."""
+    """Returns a configuration of `count` layers like the last of the target `c` that has softmax attention without
+    latents: same widths, rope and norms, but no experts, recurrent blocks or shared keys. `vocab` is its number of
+    logits."""
     last = next((layer for layer in reversed(c.layers) if layer.recurrent is None and layer.latent is None), None)
     rope = last.rope if last is not None else None
     layer = Layer(rope=rope, scale=last.scale if last is not None else None)

@@ -24,7 +24,8 @@ from decodax.models.layers import weight
 
 
 class ProbesHead(IndependentHeads):
-    """Base class of heads whose hidden states are those of the target at probes, so they have no network of their own.
+    """Base class of drafters that use the target itself: extra nodes ("probes") follow a token in its forward pass, and
+    the target's hidden states there predict the tokens to come. There is no network of their own.
 
     Attributes:
         width: width `D` of the target.
@@ -42,9 +43,9 @@ class ProbesHead(IndependentHeads):
 
     @abc.abstractmethod
     def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
-        """Returns what the probes are in the target's forward pass: `f[K * ensemble, D]` in place of the embeddings of
-        tokens, an ensemble after the other, or the layers and maps that make them. `sources`, `i32[B or 1, A]`, are the
-        nodes that they follow."""
+        """Returns what the target reads at the probes, as a pair of which one is None: embeddings `f[K * ensemble, D]`,
+        one ensemble after the other, or a `Transfer`, which makes them from hidden states at a layer. `sources`, `i32[B
+        or 1, A]`, are the indices of the nodes that probes follow."""
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
         return head(hidden)
@@ -52,7 +53,8 @@ class ProbesHead(IndependentHeads):
 
 @dataclasses.dataclass(frozen=True)
 class PromptTokensHead(ProbesHead):
-    """The embeddings of prompt tokens.
+    """A drafter of trained prompt tokens (PPD): embeddings that follow a token in the target's forward pass, and whose
+    hidden states predict the tokens after the next one.
 
     Attributes:
         taps: empty: the hidden state after the final norm.
@@ -106,7 +108,8 @@ class LookAheadHead(PromptTokensHead):
         return 1 + self.heads
 
     def kept(self, layers: int) -> tuple[tuple[bool, bool], ...] | None:
-        """Returns the halves of a target's layers that run, for `LayeredModel.apply`; None: all.
+        """Returns for each layer of a target whether its attention and its MLP run in the drafting pass, as
+        `LayeredModel.apply` takes it; None: all run.
 
         Raises:
             ValueError: `skip` names a layer that a target with `layers` layers does not have.

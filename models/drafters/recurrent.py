@@ -30,7 +30,8 @@ Fuse = Literal["fc", "attention", "norms"]
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentHead(ModuleHead):
-    """A head of decoder layers whose output is fed back in place of the next feature.
+    """A drafter head of decoder layers, as in EAGLE: it predicts from the target's feature and the next token's
+    embedding, and its output takes the place of the feature for the token after that.
 
     Attributes:
         config: shape and options of its layers; `vocab` is its number of logits and `width` the width `d` of its state.
@@ -135,12 +136,13 @@ class RecurrentHeadNetwork(nnx.Module):
         self.embed = weight(rngs, (h.table_size or c.vocab, wide), ("vocab", "embed")) if h.own_table else None
 
     def embedded(self, tokens: Array, dtype: Any) -> Array:
-        """Returns the embeddings `f[B, W, D]` of tokens by the head's own table."""
+        """Returns the embeddings `f[B, W, D]` of tokens `i32[B, W]` from the head's own table, in `dtype`."""
         assert self.embed is not None
         return embedded(self.embed.get_value(), tokens, dtype)
 
     def enter(self, features: Array) -> Array:
-        """Returns the states for the target's features."""
+        """Projects the target's features `f[B, W, F]` to the head's states `f[B, W, d]`, with the norms of `tap_norm`.
+        """
         if self.tap_norms is not None:
             parts = jnp.split(features, len(self.tap_norms), -1)
             features = jnp.concatenate([self.tap_norms[str(i)](part) for i, part in enumerate(parts)], -1)
@@ -168,6 +170,6 @@ class RecurrentHeadNetwork(nnx.Module):
         return HeadStep(hidden=hidden, state=hidden if h.feeds_back == "after norm" else x, entries=tuple(entries))
 
     def logits(self, hidden: Array) -> Array:
-        """Returns logits `f32[..., vocab]` of hidden states."""
+        """Returns logits `f32[..., vocab]` of hidden states `f[..., d]`, by the head's own vocabulary matrix."""
         assert self.lm_head is not None
         return self.lm_head(hidden).astype(jnp.float32)

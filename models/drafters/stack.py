@@ -23,9 +23,11 @@ from decodax.models.layers import Linear, weight
 
 
 def at_depth(depth: Depth, heads: int, one: Callable[[int, Array], Array], x: Array) -> Array:
-    """Returns `one(i, x)`, `f[B, W, ...]`, for nodes whose head is `i = depth`, of `heads` heads.
+    """Returns `one(i, x)`, `f[B, W, ...]`, where `i` is each node's depth, at most `heads - 1`: applies to a node the
+    head of its depth.
 
-    Nodes of one level have one depth, so one head is computed; otherwise all of them are, and each node takes its own.
+    If all nodes have the same depth, which holds for the nodes of one level of a draft tree, only that head is
+    computed; otherwise all heads are, and each node takes its own result.
     """
     if isinstance(depth, int) or heads == 1:
         return one(min(int(depth), heads - 1) if isinstance(depth, int) else 0, x)
@@ -42,7 +44,8 @@ def at_depth(depth: Depth, heads: int, one: Callable[[int, Array], Array], x: Ar
 
 
 class StackedHead(ModuleHead):
-    """Base class of stacked heads. They have no attention, so no cache, and read the hidden state after the final norm.
+    """Base class of drafters with one small network ("head") for each draft depth, as in Medusa. They have no
+    attention, so no cache, and read the target's hidden state after the final norm.
 
     Attributes:
         width: width `D` of the target.
@@ -69,7 +72,8 @@ class StackedHead(ModuleHead):
 
 
 class IndependentHeads(StackedHead):
-    """Base class of stacked heads that do not read the drafted tokens."""
+    """Base class of stacked heads whose predictions do not depend on the drafted tokens: head `i` predicts the draft at
+    depth `i` from the target's hidden state alone."""
 
     @property
     def parallel(self) -> bool:

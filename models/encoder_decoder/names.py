@@ -55,8 +55,8 @@ def sources(c: EncoderDecoderConfig, present: Collection[str] = ()) -> dict[str,
 
 
 def divided(c: EncoderDecoderConfig, path: str) -> tuple[int, int] | None:
-    """Returns the axis along which a mesh divides a weight, and the number of its heads, channels of an MLP or tokens,
-    each of which stays whole. None: the weight is not divided."""
+    """Returns how a mesh may divide the weight with the dotted path `path`: the axis of the array, and the number of
+    heads, MLP channels or tokens along it, none of which may be split. None: the weight is not divided."""
     *above, leaf = path.split(".")
     stack, module = c.encoder if above[:1] == ["encoder"] else c.decoder, above[-1] if above else ""
     if leaf == "embed":

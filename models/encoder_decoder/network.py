@@ -108,7 +108,8 @@ class EncoderDecoder(Model):
         return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), memory)
 
     def memory(self, params: Weights, source: EncoderText | EncoderAudio) -> EncoderMemory:
-        """Runs the encoder and returns the cross-attention keys and values."""
+        """Runs the encoder on the inputs of each row, and returns the keys and values that every decoder layer computes
+        from its output for cross-attention."""
         c, p, stack = self.config, params["encoder"], self.config.encoder
         if isinstance(source, EncoderAudio):
             x = self._convolved(p, source.features)

@@ -84,7 +84,8 @@ def _qwen3_vl_moe(c: Json) -> DecoderConfig:
 
 
 def sparse_layers(c: Json) -> Callable[[int], bool]:
-    """Returns which layers are mixtures, by index."""
+    """Returns a function that is True for the index of a layer with a mixture of experts: every
+    `decoder_sparse_step`-th layer except those in `mlp_only_layers` (entries of the `config.json` `c`)."""
     plain, step = c.get("mlp_only_layers", []), c.get("decoder_sparse_step", 1)
     return lambda i: i not in plain and (i + 1) % step == 0
 

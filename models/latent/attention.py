@@ -40,7 +40,8 @@ from decodax.pallas_kernels.window_attention import TopKeys, merge, window_atten
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention, with the call of `Attention`."""
+    """Multi-head latent attention as a module of a decoder layer, called like `Attention`: keys and values of all heads
+    are computed from one narrow latent vector of each token, which the cache stores."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         assert layer.latent is not None
@@ -128,7 +129,8 @@ class LatentAttention(nnx.Module):
 
 
 class IndexerPart(nnx.Module):
-    """The projections of a lightning indexer."""
+    """The projections of a lightning indexer, which scores the tokens of the text to choose those that a query attends
+    to."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         latent = layer.latent
@@ -144,7 +146,8 @@ class IndexerPart(nnx.Module):
         return rotate(x, cos, sin)
 
     def key(self, x: Array, tables: dict[Any, Any]) -> Array:
-        """Returns the index keys, `f[B, W, width]`."""
+        """Returns the index keys `f[B, W, width]`, normed and rotated, of the layer's normalised inputs `x`, `f[B, W,
+        D]`."""
         return self._turned(self.k_norm(self.k(x))[:, :, None], tables)[:, :, 0]
 
     def chooser(self, x: Array, narrow: Array, tables: dict[Any, Any], width: int) -> TopKeys:

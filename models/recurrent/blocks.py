@@ -26,7 +26,8 @@ Block = RecurrentBlock | DeltaBlock | ShortConvBlock | SsdBlock | SelectiveScanB
 
 
 def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> Block:
-    """Returns the network of a block."""
+    """Returns the module of a recurrent block with random weights; the type of `rule`, its options, selects the kind of
+    block."""
     match rule:
         case RgLru():
             return RecurrentBlock(c, rule, rngs)
@@ -40,7 +41,8 @@ def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> 
 
 
 def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike, inputs: Any) -> Cache:
-    """Returns the empty states of a decoder's recurrent blocks; `inputs` are `Cache.inputs`."""
+    """Returns the empty cache for the states of a decoder's recurrent blocks, for `batch` rows of up to `capacity`
+    tokens. `inputs` are kept as the attribute `Cache.inputs`."""
     rules = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
     linear = [rule for rule in rules if isinstance(rule, GatedDelta | ShortConv | Ssd)]
     if linear:

@@ -144,7 +144,8 @@ def divided(c: Mamba2Config, y: Array) -> tuple[Array, Array, Array]:
 
 
 def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Array]:
-    """Returns the gate `[B, W, inner]`, the convolution's input `[B, W, channels]` and time steps `[B, W, H]`."""
+    """Applies a layer's first projection to its normed input `x`, `[B, W, D]`. Returns the gate `[B, W, inner]`, the
+    inputs of the convolution `[B, W, channels]`, and the time steps before their bias and softplus, `[B, W, H]`."""
     y = biased(multiply(x, p["in"]["kernel"]), p["in"])
     return y[..., :c.inner], y[..., c.inner:c.inner + c.channels], y[..., c.inner + c.channels:]
 
@@ -160,7 +161,8 @@ def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightS
 
 
 def is_mamba2(c: Mapping[str, Any]) -> bool:
-    """True if a `config.json` is that of a Mamba-2, in either layout."""
+    """True if a `config.json` is that of a Mamba-2: in Hugging Face's layout, by its `model_type`, or in that of the
+    authors, by the entry `ssm_cfg`."""
     return c.get("model_type") == "mamba2" or ("model_type" not in c and isinstance(c.get("ssm_cfg"), Mapping))
 
 

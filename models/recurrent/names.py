@@ -65,7 +65,8 @@ SSD = ("z", "x", "b", "c", "dt")
 
 
 def ssd(inside: str, tensor: str) -> dict[str, str]:
-    """Returns the projections of a block of Mamba-2, by path."""
+    """Returns the names in a checkpoint of the projections of a Mamba-2 block, by the network path: `inside` is the
+    block's path, `tensor` its prefix in the file. The parts of the first projection share one tensor."""
     return {**{f"{inside}.in_{x}": f"{tensor}.in_proj" for x in SSD}, f"{inside}.out": f"{tensor}.out_proj"}
 
 

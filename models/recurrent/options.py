@@ -76,12 +76,14 @@ class GatedDelta:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the state of a row."""
+        """Shape of the state of a row: a matrix of keys and values for each head, `(value_heads, key_dim, value_dim)`.
+        """
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
-        """Heads, and channels of each, of the convolution's inputs: one array of queries, keys and values."""
+        """Shape of a token's inputs of the convolution, which the cache keeps for the last `conv - 1` tokens: one array
+        of queries, keys and values, `(key_heads, channels // key_heads)`."""
         return (self.key_heads, self.channels // self.key_heads),
 
 
@@ -104,12 +106,13 @@ class ShortConv:
 
     @property
     def state_shape(self) -> None:
-        """None: beside the latest inputs of the convolution there is no state."""
+        """None: there is no state except for the last inputs of the convolution."""
         return None
 
     @property
     def rings(self) -> tuple[tuple[int], ...]:
-        """Channels of the convolution's inputs, one array."""
+        """Shape of a token's inputs of the convolution, which the cache keeps for the last `conv - 1` tokens: one
+        array, `(channels,)`."""
         return (self.channels,),
 
 
@@ -160,7 +163,7 @@ class SsdShape:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the state of a row."""
+        """Shape of the state of a row, `(heads, state, head_dim)`."""
         return self.heads, self.state, self.head_dim
 
 
@@ -185,7 +188,8 @@ class Ssd(SsdShape):
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
-        """Heads or groups, and channels of each, of the convolution's inputs: `x`, `B` and `C`."""
+        """Shapes of a token's inputs of the convolution, which the cache keeps for the last `conv - 1` tokens: `x`,
+        `(heads, head_dim)`, then `B` and `C`, `(groups, state)` each."""
         return (self.heads, self.head_dim), *((self.groups, self.state),) * 2
 
 

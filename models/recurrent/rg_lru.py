@@ -29,7 +29,8 @@ State = dict[str, Array]
 
 
 def empty(rule: RgLru, batch: int, dtype: jax.typing.DTypeLike) -> State:
-    """Returns the state before a text."""
+    """Returns the state of `batch` rows before the first token, zeros: the last inputs of the convolution, "ring", and
+    the float32 state of the recurrence, "state", in the blocks of the gates' matrices."""
     size = rule.width // rule.blocks
     return {"ring": jnp.zeros((batch, rule.conv - 1, rule.blocks, size), dtype),
             "state": jnp.zeros((batch, rule.blocks, size), jnp.float32)}

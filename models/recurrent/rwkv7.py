@@ -88,7 +88,7 @@ class Rwkv7Config:
 
     @property
     def tied(self) -> bool:
-        """True if the output head is the embedding; it never is."""
+        """False: the output head has weights of its own in all models of this kind."""
         return False
 
 
@@ -121,7 +121,8 @@ class Rwkv7(RecurrentNetwork):
         return self.scored(params, x, entries, layers)
 
     def read(self, params: Weights, window: Window) -> Array:
-        """Returns the residual stream `f[B, W, D]` before the first layer."""
+        """Returns the residual stream `f[B, W, D]` before the first layer: the embeddings of the window's tokens, or
+        the vectors that the window gives in their place, after a layer norm."""
         x = embedded(params["embed"], window.tokens, jnp.dtype(self.dtype))
         if window.embeddings is not None and window.embedded is not None:
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
@@ -146,7 +147,9 @@ class Rwkv7(RecurrentNetwork):
         return x + y, value if first is None else first, [*own, after]
 
     def scored(self, params: Weights, x: Array, entries: list[Any], layers: list[Array]) -> Out:
-        """Returns the result of a model call from the residual stream after the last layer."""
+        """Returns the output of a forward pass, whose hidden states are the norm of `x`, the residual stream after the
+        last layer. `entries` are those to be committed to the cache, `layers` the outputs `f[B, W, D]` of each layer.
+        """
         last = lambda x: layer_norm(x, params["norm"])
         return Out(hidden=last(x), entries=tuple(entries), layers=tuple(layers), norm=last,
                    head=lambda hidden: multiply(hidden, params["lm_head"]["kernel"], jnp.float32))
@@ -208,8 +211,9 @@ class Rwkv7(RecurrentNetwork):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns initial values: decays from slow to fast over the channels, shares of a half, and zero biases; None
-        for other weights."""
+        """Returns the initial value of a weight of a given name and shape: decay biases from -6 to 1 over the channels,
+        0.5 for the shares of mixing, ones for the factors `taken` and `kept`, zeros for other biases; None for other
+        weights, which are random."""
         if name.endswith("decay.bias"):
             return jnp.linspace(-6.0, 1.0, shape[-1]).reshape(shape)
         if ".mix" in name or name.endswith("now"):
@@ -220,8 +224,8 @@ class Rwkv7(RecurrentNetwork):
 
 
 def earlier(place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-    """Returns the vector of the previous token of each node, `f[B, W, D]`, zeros before the text; and the entry for the
-    cache."""
+    """Returns for each node of a window the vector of `x`, `f[B, W, D]`, at the token before it: `f[B, W, D]`, zeros
+    before the text; and what is to be committed at index `place` of the cache, which keeps the last vector."""
     def along(last: Array, x: Array, live: Array) -> tuple[Array, Array]:
         index = jnp.where(live, jnp.arange(x.shape[1], dtype=jnp.int32), -1)
         latest = lax.cummax(index, axis=1)

@@ -112,7 +112,8 @@ class Store(KeyValues, PromptPhase, Refreshes):
 
     @property
     def limit(self) -> int | None:
-        """Number of stored tokens beyond which the store is reduced, if texts can be that long; else None."""
+        """Number of stored tokens beyond which the store is reduced; None if the configuration sets none, if the store
+        has no room for more than that, or during prefill."""
         limit = None if self.reading else self.kind.limit
         return limit if limit is not None and self.capacity > limit else None
 
@@ -192,7 +193,8 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return self.replace(kv=kv, sums=sums, count=self.count + length - self.length, length=length)
 
     def cut(self, chosen: Entries, rows: Array) -> Store:
-        """Reduces `rows` to the tokens in `chosen`, `i32[B, 1, H, keep]` for each block."""
+        """Returns the store in which the given rows (`bool[B]`) keep only the tokens at the slots in `chosen`, for each
+        block a tuple with one `i32[B, 1, H, keep]`."""
         kv, sums = [], []
         for held, total, (at,) in zip(self.kv, self.sums, chosen, strict=True):
             kept, made = self._kept(held, at[:, 0])
@@ -237,10 +239,12 @@ class Cutting(Wrapper):
 
 @struct
 class HybridStates(PerLayer):
-    """Stores of keys and values, `base`, together with recurrent states, `linear`."""
+    """The cache of an RWKV-X: stores of keys and values for its attention blocks, `base`, together with the recurrent
+    states of its other layers, `linear`."""
 
     def walk(self, place: int, *args: Any) -> tuple[PyTree, PyTree]:
-        """Runs a recurrence, see `Recurrent.walk`."""
+        """Runs a recurrence over the nodes of a window from the state at index `place` of the cache. Arguments after
+        that, and results, are those of `Recurrent.walk`: outputs, and what is to be committed."""
         return self.linear.walk(self.where[place][1], *args)
 
     def refresh(self, text: ReadPrompt, rows: Array) -> HybridStates:
@@ -318,7 +322,7 @@ def _some(seen: Array) -> Array:
 
 
 def added(sums: Array, keys: Array, chunk: Array) -> Array:
-    """Adds keys to the sums of their chunks.
+    """Returns `sums` with the key of each token added to the sum of its chunk, for each head.
 
     Args:
         sums: `f32[B, H, N, d]`.

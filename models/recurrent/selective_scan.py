@@ -26,14 +26,16 @@ State = dict[str, Array]
 
 
 def empty(conv: int, inner: int, states: int, batch: int, dtype: jax.typing.DTypeLike) -> State:
-    """Returns the state before a text."""
+    """Returns the state of `batch` rows before the first token, zeros: the last inputs of the convolution, "ring",
+    `[batch, conv - 1, inner]` in `dtype`, and the state of the recurrence, "state", `f32[batch, inner, states]`."""
     return {"ring": jnp.zeros((batch, conv - 1, inner), dtype), "state": jnp.zeros((batch, inner, states), jnp.float32)}
 
 
 def selective_step(own: State, node: Array, taps: Array, bias: Array | float,
                    projected: Callable[[Array], tuple[Array, Array, Array]], A: Array, D: Array
                    ) -> tuple[State, Array]:
-    """Computes one token.
+    """Computes one token of Mamba's selective scan, for `B` rows with `C` channels of `N` states each and a convolution
+    over `K` tokens.
 
     Args:
         own: the state before it.

@@ -21,7 +21,7 @@ from decodax.models.recurrent.walks import LinearWalk, Terms
 
 
 class SsdBlock(nnx.Module):
-    """The state-space block, with the call of `Attention`."""
+    """The state-space block of Mamba-2 as a module of a decoder layer, called like `Attention`."""
 
     def __init__(self, c: DecoderConfig, rule: Ssd, rngs: nnx.Rngs):
         self.rule, axis, grouped, states = rule, "ssm_heads", "ssm_groups", rule.groups * rule.state
@@ -78,20 +78,22 @@ def convolve(inputs: Array, taps: Array, bias: Array | None) -> Array:
 
 
 def steps(c: SsdShape, p: dict[str, Any], dt: Array) -> tuple[Array, Array]:
-    """Returns time steps and decays `dt A`, `f32[B, W, H]`."""
+    """Returns the time steps, `f32[B, W, H]`: the softplus of `dt` plus a bias, clipped to `c.steps`; and the
+    logarithms of decays, time step times `A` (negative), `f32[B, W, H]`. `p` has the weights "dt_bias" and "A_log"."""
     dt = jax.nn.softplus(dt.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
     dt = jnp.clip(dt, *c.steps)
     return dt, -jnp.exp(p["A_log"].astype(jnp.float32)) * dt
 
 
 def gated(c: SsdShape, scale: Array, y: Array, z: Array) -> Array:
-    """Returns the gated norm, `f32[B, W, inner]`: multiplies by the gate, then divides each group by its root mean
-    square."""
+    """Returns `y`, `[B, W, inner]`, times the SiLU of the gate `z`, then normalized in groups of channels as by
+    `normed`: `f32[B, W, inner]`."""
     return normed(c, scale, y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32)))
 
 
 def normed(c: SsdShape, scale: Array, y: Array) -> Array:
-    """Divides each group of channels by its root mean square, and multiplies by the scale: `f32[B, W, inner]`."""
+    """Returns the RMS norm of `y`, `[B, W, inner]`, over each of `c.groups` groups of channels, times `scale`,
+    `[inner]`: `f32[B, W, inner]`."""
     each = y.reshape(*y.shape[:2], c.groups, -1)
     each = each * jax.lax.rsqrt(jnp.square(each).mean(-1, keepdims=True) + c.eps)
     return each.reshape(y.shape) * scale.astype(jnp.float32)

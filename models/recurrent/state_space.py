@@ -41,7 +41,8 @@ class RecurrentNetwork(ShowsWeights):
 
     @abc.abstractmethod
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns the initial value of a layer's weight by its name, or None if `init_params` needs no special one."""
+        """Returns the initial value of a weight of a layer, `shape`, by its name in the layer; None for weights that
+        `init_params` initializes as usual."""
 
     def forward(self, params: Weights, tokens: Array) -> Array:
         """Returns logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
@@ -86,8 +87,8 @@ class StateSpace(RecurrentNetwork):
 
     @abc.abstractmethod
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """Returns the output of a layer with weights `p`, `f[B, W, D]`, from the normed stream `x`, and the layer's
-        entry."""
+        """Runs the mixer of a layer, which passes information between tokens: returns its output `f[B, W, D]` for the
+        normed stream `x`, `f[B, W, D]`, and what is to be committed to the cache. `p` are the layer's weights."""
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         c, dtype = self.config, jnp.dtype(self.dtype)
@@ -116,7 +117,7 @@ def first_steps(count: int) -> Array:
 
 
 def biased(y: Array, p: Weights) -> Array:
-    """Adds the bias of a projection if it has one."""
+    """Returns `y` plus the bias in the weights `p` of a projection, or `y` if they have none."""
     return y + p["bias"].astype(y.dtype) if "bias" in p else y
 
 

@@ -20,8 +20,8 @@ Inputs = tuple[Array, ...]
 
 
 class Terms(NamedTuple):
-    """The inputs of a linear recurrence, see `LinearRecurrent.recur`, and an addition to its outputs, `f32[B, W, H,
-    P]`."""
+    """The inputs `q`, `k`, `v`, `decay` and `rate` of a linear recurrence, as `LinearRecurrent.recur` takes them, and
+    `skip`, `f32[B, W, H, P]`, which is added to the outputs of the recurrence; None: nothing."""
 
     q: Array
     k: Array
@@ -36,7 +36,8 @@ class Terms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinearWalk:
-    """A short convolution and the linear recurrence after it.
+    """A short causal convolution and the linear recurrence whose inputs are computed from it: a part of a recurrent
+    block that runs on a window with a cache (`run`) or on whole texts (`over_text`).
 
     Attributes:
         rule: options of the block.
@@ -49,14 +50,16 @@ class LinearWalk:
     terms: Callable[[list[Inputs]], Terms]
 
     def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
-        """Returns the outputs `f32[B, W, H, P]` and the entry of a layer, by its number in the cache."""
+        """Returns the outputs `f32[B, W, H, P]` for the nodes of `window`, and what is to be committed to the cache.
+        `layer` is the number of the block among those with a state in `cache`, which has the state before the window.
+        """
         terms = self.terms(_before(cache, layer, self.x, window))
         y, entry = cache.recur(layer, terms.q, terms.k, terms.v, terms.decay, self.x, window,
                                chunk=self.rule.chunk or 64, rate=terms.rate)
         return terms.skipped(y), entry
 
     def over_text(self) -> Array:
-        """Returns the outputs for whole texts, without a cache."""
+        """Returns the outputs `f32[B, T, H, P]` for all tokens of texts, from an empty state and without a cache."""
         B, T, *_ = self.x[0].shape
         terms, state = self.terms(_shifted(self.x, self.rule.conv)), jnp.zeros((B, *self.rule.state_shape), jnp.float32)
         y, _ = chained(state, terms.q, terms.k, terms.v, terms.decay, jnp.ones((B, T), bool), self.rule.chunk or 64,
@@ -66,7 +69,7 @@ class LinearWalk:
 
 @dataclasses.dataclass(frozen=True)
 class ConvWalk:
-    """A short convolution without a recurrence.
+    """A short causal convolution without a recurrence after it; it runs like a `LinearWalk`.
 
     Attributes:
         rule: options of the block.
@@ -79,21 +82,26 @@ class ConvWalk:
     convolve: Callable[[list[Inputs]], Array]
 
     def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
-        """Returns the outputs `f[B, W, C]` and the entry of a layer, by its number in the cache."""
+        """Returns the outputs `f[B, W, C]` for the nodes of `window`, and what is to be committed to the cache. `layer`
+        is the number of the block among those with a state in `cache`."""
         return self.convolve(_before(cache, layer, self.x, window)), ConvInputs(inputs=self.x)
 
     def over_text(self) -> Array:
-        """Returns the outputs for whole texts, without a cache."""
+        """Returns the outputs `f[B, T, C]` for all tokens of texts, without a cache; inputs before a text are zeros."""
         return self.convolve(_shifted(self.x, self.rule.conv))
 
 
 @dataclasses.dataclass(frozen=True)
 class StepWalk:
-    """A recurrence whose state is kept for each node; see `Recurrent.walk`.
+    """A recurrence that is computed token by token, with a state for each node of a window; it runs like a
+    `LinearWalk`.
 
     Attributes:
-        step, x, along: arguments of `Recurrent.walk`.
+        step: maps a state and the input of a node to the state after it and its output; see `Recurrent.walk`.
+        x: inputs of all nodes, arrays `[B, W, ...]`.
         empty: the state before a text.
+        along: a faster function for nodes that follow one another, as `Recurrent.walk` takes it; None: `step` runs for
+            each.
     """
 
     step: Step
@@ -102,11 +110,12 @@ class StepWalk:
     along: Along | None = None
 
     def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
-        """Returns the outputs and the entry of a layer, by its number in the cache."""
+        """Returns the outputs for the nodes of `window`, and what is to be committed to the cache. `layer` is the
+        number of the block among those with a state in `cache`."""
         return cache.walk(layer, self.step, self.x, window, self.along)
 
     def over_text(self) -> Array:
-        """Returns the outputs for whole texts, without a cache."""
+        """Returns the outputs for all tokens of texts, beginning with the state `empty`, without a cache."""
         live = jnp.ones(jax.tree.leaves(self.x)[0].shape[:2], bool)
         if self.along is not None:
             return self.along(self.empty, self.x, live)[1]

@@ -23,7 +23,8 @@ from decodax.models.layers import Norm
 
 
 class SelfConditioning(nnx.Module):
-    """Adds the last predictions to the embeddings of a canvas."""
+    """Self-conditioning of a diffusion model: at the positions that are being filled (the canvas), adds a gated MLP of
+    the expected embedding under the last predictions to the token's embedding, and normalizes the sum."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.norm = Norm(c.norm, (c.width,), ("embed",))
@@ -37,12 +38,14 @@ class SelfConditioning(nnx.Module):
 
 
 def reaching(window: Window, canvas: CanvasNodes | None) -> Window:
-    """Returns the window for attention, whose positions are those from which a sliding window extends backwards."""
+    """Returns the window with the positions by which a sliding window of attention is measured: for nodes of a canvas
+    (a block that is being filled) the position where it starts, for others their own."""
     if canvas is None:
         return window
     return window.replace(positions=jnp.where(canvas.inside, canvas.start[:, None], window.positions))
 
 
 def of(window: Window, network: Any) -> CanvasNodes | None:
-    """Returns the hint about a canvas for a network that has self-conditioning, or None."""
+    """Returns the description of the canvas (the block that is being filled) that comes with the window; None without
+    one, or if the network has no self-conditioning."""
     return window.hint(CanvasNodes) if network.conditioning is not None else None

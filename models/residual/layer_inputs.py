@@ -16,7 +16,8 @@ from decodax.models.layers import ACTIVATIONS, STD, Linear, Norm, weight
 
 
 class LayerInputTable(nnx.Module):
-    """Computes the inputs of all layers."""
+    """Computes the per-layer embeddings of tokens (Gemma 3n): for each layer a vector from a table, added to a
+    projection of the token's usual embedding."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         assert c.layer_inputs is not None
@@ -44,7 +45,8 @@ class LayerInputTable(nnx.Module):
 
 
 class LayerInput(nnx.Module):
-    """Computes what a layer adds to the residual stream because of its input."""
+    """Computes what a layer adds to the residual stream from its per-layer embedding: a narrow projection of the
+    stream, multiplied by that embedding, widened and normalized."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         assert c.layer_inputs is not None
@@ -60,7 +62,8 @@ class LayerInput(nnx.Module):
 
 
 class LayerFactor(nnx.Module):
-    """A learned factor of the residual stream, or two of them: that of the text, and that of a canvas."""
+    """Multiplies the residual stream after a layer by a learned number; with `conditioned` by another one at the
+    positions that a diffusion model is filling (the canvas)."""
 
     def __init__(self, conditioned: bool = False) -> None:
         one = lambda: nnx.Param(jnp.ones(1), axes=(None,))

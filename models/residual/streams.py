@@ -17,7 +17,8 @@ from decodax.models.layers import STD, Linear, Norm
 
 
 class StreamMixer(nnx.Module):
-    """Predicts and corrects the streams of a layer."""
+    """Mixes the residual streams of a layer (AltUp): predicts all streams before attention and MLP run on the active
+    one, and corrects them by its result."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         assert c.streams is not None
@@ -34,15 +35,17 @@ class StreamMixer(nnx.Module):
         return jnp.tanh(logits.astype(jnp.float32)).astype(x.dtype)
 
     def predicted(self, streams: Array) -> Array:
-        """Returns the predicted streams."""
+        """Returns the streams `f[B, W, n, D]` before a layer with a linear combination of them added to each; its
+        factors are computed from the active stream."""
         n = self.options.count
         shares = self.predict(self._routed(streams[:, :, self.options.active]))
         shares = shares.reshape(*shares.shape[:-1], n, n)           # to, from
         return streams + jnp.einsum("bwij,bwjd->bwid", shares, streams)
 
     def corrected(self, predicted: Array, active: Array) -> Array:
-        """Returns the corrected streams from the predicted ones and the active one after attention and MLP, `f[B, W,
-        D]`."""
+        """Returns the streams `f[B, W, n, D]` after a layer: to each of the predicted ones is added the difference of
+        `active`, `f[B, W, D]`, the result of attention and MLP, from its prediction, times a factor computed from
+        `active`."""
         change = active - predicted[:, :, self.options.active]
         return predicted + (1 + self.correct(self._routed(active)))[..., None] * change[:, :, None]
 
@@ -66,7 +69,8 @@ class StreamEnds(nnx.Module):
         return jnp.stack([x, *(_as_large(part(x), x) for part in self.into.values())], 2)
 
     def join(self, streams: Array) -> Array:
-        """Returns the mean of all streams, `f[B, W, D]`, of which all but the first are projected."""
+        """Returns the mean of all streams `f[B, W, n, D]`, `f[B, W, D]`. All but the first are projected before, and
+        scaled to the size of the first."""
         first = streams[:, :, 0]
         others = (_as_large(part(streams[:, :, i + 1]), first) for i, part in enumerate(self.out.values()))
         return jnp.stack([first, *others]).mean(0)

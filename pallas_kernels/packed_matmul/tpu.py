@@ -35,7 +35,8 @@ SEVERAL = 8
 
 
 def block_of(N: int, K: int, bits: int) -> int:
-    """Returns the number of outputs of an instance.
+    """Returns the number of the `N` outputs that one instance of the TPU kernel computes, for `K` inputs with codes of
+    `bits` bits.
 
     >>> block_of(8192, 2048, 4), block_of(4096, 14336, 8), block_of(4096, 14336, 4), block_of(200, 2048, 4)
     (512, 256, 512, 200)
@@ -46,7 +47,8 @@ def block_of(N: int, K: int, bits: int) -> int:
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: int | None = None,
                   interpret: Any = False) -> Array:
-    """Returns the result of `reference.packed_matmul`, from products of bfloat16 that are summed in float32.
+    """Returns `x @ w.T`, `f[R, N]`, by a TPU kernel that multiplies in bfloat16 and sums in float32; a weight is its
+    code times the scale of its group of consecutive inputs.
 
     Args:
         x: `bf16[R, K]`.

@@ -13,7 +13,13 @@ from decodax.pallas_kernels.vocabulary.threshold import kth_largest, largest_thr
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None) -> tuple[Array, Array]:
-    """Draws one token for each row of `f32[R, V]`; see `decodax.pallas_kernels.vocabulary.draw`."""
+    """Draws one token for each row of `logits`, `f32[R, V]`, by plain XLA operations, with temperature, top-k, top-p
+    and min-p.
+
+    The other arguments and the results, tokens `i32[R]` and their scores in the race `f32[R]`, are those of
+    `decodax.pallas_kernels.vocabulary.draw` with one row in place of batch and nodes: an entry or an address for each
+    of `R` rows.
+    """
 
     def row(logits: Array, temperature: Array, k: Array | None, p: Array | None, min_p: Array | None) -> Array:
         x = once(cooled(logits, temperature))

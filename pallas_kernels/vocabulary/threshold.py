@@ -40,8 +40,8 @@ def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
 
 
 def once(x: Array) -> Array:
-    """Returns `x` after an optimization barrier, so that `less` and the search for the threshold use the same computed
-    values."""
+    """Returns `x` after an optimization barrier, which makes XLA compute it once, so that `largest_threshold` and
+    `less` compare the same rounded values."""
     return lax.optimization_barrier(x)
 
 
@@ -59,7 +59,8 @@ def less(x: Array, threshold: Array) -> Array:
 
 
 def by_halves(order: Array, weights: Array, share: Array) -> Array:
-    """Computes `largest_threshold` in 32 passes of one sum each."""
+    """Returns the result of `largest_threshold` by bisection over the 32 bits of a float: 32 passes with one sum over
+    the vocabulary each."""
     least = share * jnp.broadcast_to(weights, order.shape).sum()
 
     def halve(i: Array, best: Array) -> Array:
@@ -71,7 +72,8 @@ def by_halves(order: Array, weights: Array, share: Array) -> Array:
 
 
 def by_digits(order: Array, weights: Array, share: Array) -> Array:
-    """Computes `largest_threshold` in 11 passes of 7 sums each, or 8 passes of 15.
+    """Returns the result of `largest_threshold` by a search over several bits at a time: 11 passes over the vocabulary
+    of 7 sums each, or 8 passes of 15.
 
     On a TPU a pass over a vocabulary takes little longer with several sums than with one. If the vocabulary is divided
     over devices, they exchange their sums in each pass, so fewer passes are used.
@@ -117,12 +119,14 @@ def _by_digits(order: Array, weights: Array, share: Array, bits: int,
 
 
 def kth_largest(x: Array, k: Array) -> Array:
-    """Returns the `k`-th largest entry of `f32[V]` (`k` is traced), or NaN if there are fewer."""
+    """Returns the `k`-th largest entry, `f32[]`, of `x`, `f32[V]`, counting equal ones separately; NaN if there are
+    fewer. `k` is `i32[]` and may be traced."""
     # Counting in float32 is exact up to 2^24 and faster than in integers on CPU; subtracting a half absorbs rounding.
     return largest_threshold(x, jnp.float32(1), (k.astype(jnp.float32) - 0.5) / x.shape[-1])
 
 
 def of_order(ordered: Array) -> Array:
-    """Returns the float whose rank among all floats is `ordered` (`u32[]`); NaNs are at both ends."""
+    """Returns the float32 with the given rank, `u32[]`, in the order of all float32 numbers, which includes NaNs at
+    both ends."""
     bits = lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
     return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)

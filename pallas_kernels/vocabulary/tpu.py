@@ -33,8 +33,8 @@ SPARE = 4 << 20
 
 
 def bytes_of(V: int) -> int:
-    """Returns the bytes of fast memory that the kernel uses: two blocks of logits in transfer, the logits divided by
-    the temperature, and the weights.
+    """Returns the bytes of fast memory that the kernel uses for a vocabulary of `V` tokens: two blocks of logits in
+    transfer, the logits divided by the temperature, and the weights.
 
     >>> bytes_of(128_256) >> 20
     20
@@ -44,10 +44,12 @@ def bytes_of(V: int) -> int:
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None, *, interpret: Any = False) -> tuple[Array, Array]:
-    """Draws one token for each row, with the arguments and results of `reference.draw`.
+    """Draws one token for each row by a TPU kernel, after temperature, top-k, top-p and min-p. Returns tokens `i32[R]`
+    and their scores in the race, `f32[R]`.
 
     Args:
-        logits, address, temperature, k, p, min_p: see `reference.draw`.
+        logits: `f32[R, V]`.
+        address, temperature, k, p, min_p: an entry for each row, as in `decodax.pallas_kernels.vocabulary.draw`.
         interpret: whether to run without a TPU; True, or `pltpu.InterpretParams`.
     """
     R, V = logits.shape

@@ -90,7 +90,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int = BLOCK,
                     shares: int | None = None, interpret: bool = False) -> tuple[Array, Array]:
-    """Returns the result of `reference.cache_attention`, with the same arguments and three more.
+    """Returns attention to a cache, `f32[B, G, R, e]`, and the logarithms of the softmax sums, `f32[B, G, R]`, by a GPU
+    kernel. Arguments that are not listed are those of `reference.cache_attention`.
 
     Args:
         block: number of slots in a step, a power of two from 16 on.
@@ -133,8 +134,9 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int = BLOCK,
                  interpret: bool = False) -> Array:
-    """Returns the result of `reference.slot_weights`, with the same arguments and two more. `block` and `interpret`:
-    see `cache_attention`."""
+    """Returns the softmax weight that each cache slot receives, summed over the queries of a head, `f32[B, G, S]`, by a
+    GPU kernel. Arguments are those of `reference.slot_weights`; `block` is the number of slots in a step, and
+    `interpret` runs it without a GPU."""
     B, G, R, _ = q.shape
     page = cache.shape[2]
     S = page * (1 if table is None else table.shape[1])

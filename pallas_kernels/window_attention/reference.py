@@ -135,7 +135,8 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
              length: Array, held: Array | None, table: Array | None) -> Array:
-    """Visits the products of queries and keys block after block: `array = visit(block, array)`.
+    """Loops over the blocks of slots of a cache, computes the products of queries and keys in each, and updates an
+    array by them: `array = visit(block, array)`.
 
     Args:
         visit: returns the next array, `[..., S']`.

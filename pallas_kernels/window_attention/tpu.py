@@ -39,8 +39,8 @@ MASKED = -1e30
 
 
 def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
-    """Returns the number of slots that an instance reads: a divisor of `slots` and a multiple of the lanes, or None if
-    there is none.
+    """Returns the number of slots of a cache that one instance of the kernel reads: a divisor of `slots` and a multiple
+    of the 128 lanes, or None if there is none. `width` is that of a slot's key and value, of `itemsize` bytes an entry.
 
     >>> block_of(8, 2048, 256, 2), block_of(1, 2048, 256, 2), block_of(8, 2000, 256, 2), block_of(8, 64, 256, 2)
     (512, 2048, None, None)
@@ -52,7 +52,8 @@ def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
 
 
 def tile_of(heads: int, rows: int, width: int, itemsize: int, block: int) -> int:
-    """Returns the number of queries of a head for an instance: about equal parts of all queries, in steps of 16.
+    """Returns the number of query rows of a head that one instance of the kernel computes: the `rows` in about equal
+    parts, rounded up to a multiple of 16.
 
     >>> tile_of(8, 5, 128, 2, 512), tile_of(8, 128, 128, 2, 512), tile_of(8, 1024, 128, 2, 512)
     (16, 128, 256)
@@ -70,7 +71,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int | None = None,
                     tile: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
-    """Returns the result of `reference.cache_attention`, with the same arguments and three more.
+    """Returns attention to a cache, `f32[B, G, R, e]`, and the logarithms of the softmax sums, `f32[B, G, R]`, by a TPU
+    kernel. Arguments that are not listed are those of `reference.cache_attention`.
 
     Args:
         block: number of slots that an instance reads; None: `block_of`.
@@ -87,7 +89,8 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int | None = None,
                  tile: int | None = None, interpret: Any = False) -> Array:
-    """Returns the result of `reference.slot_weights`, with the same arguments and three more.
+    """Returns the softmax weight that each cache slot receives, summed over the queries of a head, `f32[B, G, S]`, by a
+    TPU kernel. Arguments that are not listed are those of `reference.slot_weights`.
 
     It reads the keys once more: half of the cache's bytes if widths are multiples of 128, otherwise all of them,
     because keys and values share lanes.

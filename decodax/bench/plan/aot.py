@@ -96,8 +96,8 @@ def compile_round(s: Setup) -> Compiled:
 
 
 def skipped(s: Setup, program: Program) -> int:
-    """Returns the bytes of the cache that the attention kernel does not read: the blocks before a sliding window, and
-    those after the live entries. The text of a program does not show them."""
+    """Returns the bytes of the cache that one device's attention kernel does not read in a round: blocks of slots
+    before a sliding window, and those after the entries in use. The text of a compiled program does not show this."""
     calls = [x for x in program.all() if x.opcode == "custom-call" and x.name.startswith("cache_attention")]
     reads = kv_reads(s) if calls else []
     if len(calls) != len(reads):        # a cache of another kind than dense

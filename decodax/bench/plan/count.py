@@ -192,8 +192,8 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: 
 
 
 def there(cache: Cache, mesh: Any) -> Cache:
-    """Returns a cache of shapes in which the arrays of the host's memory have that memory kind, which plain shapes
-    lose."""
+    """Returns a cache, whose arrays are shapes, with shardings in the host's memory for the arrays that the cache keeps
+    there; plain shapes do not tell this."""
     on_host = {id(x) for x in jax.tree.leaves(cache.layout.hosted)}
 
     def one(x: Any) -> Any:
@@ -317,7 +317,8 @@ class KVRead:
 
 
 def kv_reads(s: Setup) -> list[KVRead]:
-    """Returns what each layer that attends to keys and values reads of a dense cache."""
+    """Returns one `KVRead` for each layer with softmax attention: the keys and values that it reads from a dense cache
+    in a round."""
     model: Any = s.lm.model
     c, across, item = model.config, s.mesh.shape[MODEL], jnp.dtype(model.dtype).itemsize
     stored: dict[int, KVLayer] = dict(zip(c.attending, kv_layers(c, None), strict=True))
@@ -339,8 +340,9 @@ def _states(cache: Any) -> Any:
 
 
 def blocks_of_experts(s: Setup) -> dict[int, int]:
-    """Returns the number of blocks of rows that experts compute on one device in a round (`decodax.models.experts`), as
-    expected for choices at random, by the most that there may be, which is the number of iterations of their loop."""
+    """Returns a dict from the number of iterations of a mixture's loop over blocks of tokens, which is the most that
+    can be needed, to the number of blocks that one device is expected to compute in a round if tokens choose experts at
+    random."""
     found, parts, tokens = {}, s.mesh.shape.get(EXPERT, 1), s.rows * s.width
     for layer in s.lm.model.config.layers:      # type: ignore[attr-defined]
         if (e := layer.experts) is not None:

@@ -35,7 +35,8 @@ the end."""
 
 
 def variants(number: int) -> list[str]:
-    """Returns all ways of writing a number from 1 on, each once."""
+    """Returns all texts that spell a number in English words, such as " twelve hundred" and " one thousand two
+    hundred", each once."""
     groups = [(number // 1000 ** i % 1000, SCALES[i]) for i in (2, 1, 0)]
     parts = [[[*way, scale] if scale else way for way in _group(n, after=i == 2 and number >= 1000)]
              for i, (n, scale) in enumerate(groups) if n]
@@ -68,7 +69,7 @@ def right(number: int, text: str) -> bool:
 
 
 def draw(rng: random.Random) -> int:
-    """Returns a number of a random length."""
+    """Returns a random number from 1 on, of which first the number of digits is drawn and then the digits."""
     digits = rng.randint(1, DIGITS)
     return rng.randrange(10 ** (digits - 1), 10 ** digits)
 
@@ -78,7 +79,8 @@ def held_out(number: int) -> bool:
 
 
 def problems(count: int, seed: int = 0, digits: int | None = None) -> list[int]:
-    """Returns held-out numbers, all different, with `digits` digits."""
+    """Returns `count` different numbers that are held out of training, with `digits` digits (None: any number of
+    digits), the same at every call with these arguments."""
     rng, found = random.Random(f"numerals {digits} {seed}"), dict[int, None]()
     while len(found) < count:
         number = draw(rng)

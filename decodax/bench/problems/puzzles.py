@@ -238,8 +238,8 @@ LENGTH = LONGEST_PROMPT + CANVAS
 
 
 def rows_of(found: Sequence[Problem]) -> Batch:
-    """Returns problems as rows of `LENGTH` tokens: prompt, answer, end tokens up to the canvas, and tokens that are not
-    live."""
+    """Returns problems as a batch of rows of `LENGTH` tokens: prompt, right answer, end tokens up to the fixed size of
+    an answer (`CANVAS` tokens), and padding, which is marked as not live."""
     shape = len(found), LENGTH
     tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
     for i, problem in enumerate(found):
@@ -251,7 +251,8 @@ def rows_of(found: Sequence[Problem]) -> Batch:
 
 
 def problem_batch(count: int, seed: int, step: int, weights: Sequence[str] = ()) -> Batch:
-    """Returns the problems of a step, of random tasks; `weights` are the shares of tasks that are not 1, TASK=SHARE."""
+    """Returns the batch of a training step: `count` problems of random tasks. `weights` are texts TASK=SHARE with the
+    relative frequency of tasks for which it is not 1."""
     rng, given = random.Random(f"{seed}:{step}"), dict(item.split("=") for item in weights)
     shares = [float(given.get(task, 1)) for task in TASKS]
     return rows_of([draw(task, rng) for task in rng.choices(list(TASKS), shares, k=count)])

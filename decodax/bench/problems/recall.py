@@ -42,7 +42,7 @@ SPAN = 16
 
 
 class RecallQuestion(NamedTuple):
-    """A question with its answer, as words with spaces between; the answer has no end token."""
+    """A question and its answer, each as words separated by spaces; the answer has no end token."""
 
     task: str
     question: str
@@ -50,7 +50,7 @@ class RecallQuestion(NamedTuple):
 
 
 class RecallProblem(NamedTuple):
-    """A question on a text."""
+    """A text with facts among filler, and a question about them with its right answer."""
 
     task: str
     question: str
@@ -99,7 +99,8 @@ class Scattered:
         return sum(len(fact) for chain in self.chains for fact in chain)
 
     def strewn(self, length: int) -> list[str]:
-        """Returns `length` words: the facts in random order among filler."""
+        """Returns a text of `length` words with all facts at random places among filler; facts that build on one
+        another keep their order."""
         facts = sum(len(chain) for chain in self.chains)
         order = [i for i, chain in enumerate(self.chains) for _ in chain]
         self.rng.shuffle(order)
@@ -151,8 +152,8 @@ def problems(task: str, count: int, length: int, seed: int = 0) -> list[RecallPr
 
 
 def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a text followed by questions, `i32[length + 1]`, and True for those of answers,
-    `bool[length + 1]`."""
+    """Returns a training example of `length + 1` tokens, a text with facts followed by questions and answers: the
+    tokens, `i32[length + 1]`, and True for tokens of answers, which have a loss, `bool[length + 1]`."""
     text = Scattered(rng)
     share = rng.uniform(0.4, 0.85)              # of the text before the questions
     dense = rng.random() ** 2 * 0.9             # of that, facts
@@ -170,8 +171,9 @@ def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarr
 
 
 def repeating_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random words in which spans of 3 to 11 repeat after gaps of any length, for the first stage. The answers
-    are the repeated spans without their first words."""
+    """Returns a training example of random words for the first stage of training, in which spans of 3 to 11 words
+    repeat earlier ones: `i32[length + 1]`, and True for tokens of repeated spans but the first of each, `bool[length +
+    1]`."""
     words, answers = list[int](), list[bool]()
     while len(words) <= length:
         count = rng.randint(3, 11)
@@ -185,8 +187,8 @@ def repeating_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndar
 
 
 def training_batch(rows: int, length: int, seed: int, step: int, spans: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the batch of a step, `i32[rows, length + 1]` and `bool[rows, length + 1]`: see `training_text`, or with
-    `spans` `repeating_text`."""
+    """Returns the batch of a training step: tokens, `i32[rows, length + 1]`, and True for tokens that have a loss,
+    `bool[rows, length + 1]`. Rows are made by `repeating_text` with `spans`, else by `training_text`."""
     text = repeating_text if spans else training_text
     texts = [text(length, random.Random(f"train {seed} {step} {row}")) for row in range(rows)]
     return np.stack([tokens for tokens, _ in texts]), np.stack([answers for _, answers in texts])

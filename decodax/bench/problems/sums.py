@@ -35,7 +35,8 @@ LONGEST = 8
 
 
 class Sum(NamedTuple):
-    """A problem. `answer` has no end token; `result` is its last line."""
+    """A chain of operations to compute line by line, as a problem. `prompt` ends with "=" and a line end; `answer` has
+    the lines, without an end token, and `result` is the last of them."""
 
     prompt: str
     answer: str
@@ -53,7 +54,7 @@ WORKED: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator
 
 
 def draw(numbers: int, rng: random.Random) -> Sum:
-    """Returns a problem with this count of numbers."""
+    """Returns a random problem with `numbers` numbers, such as "12+34*5=" for three."""
     value = rng.randrange(100)
     prompt, lines = f"{value:02}", []
     for _ in range(numbers - 1):
@@ -88,8 +89,9 @@ def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
 
 
 def right_steps(problem: Sum, text: str) -> tuple[int, int]:
-    """Returns how many of a text's first lines are right one after the other, and how many lines are complete. The
-    result, which has no line end, counts as a line if the text has it."""
+    """Returns the number of first lines of `text` that equal those of the right answer, up to the first wrong one, and
+    the number of complete lines. The last line of an answer, the result, has no line end; it counts as complete if it
+    has its two digits."""
     wanted, lines = problem.answer.split("\n"), text.split("\n")
     done = lines if len(lines) == len(wanted) and len(lines[-1]) == 2 else lines[:-1]
     same = (a == b for a, b in zip(done, wanted, strict=False))
@@ -104,7 +106,8 @@ LENGTH = 3 * LONGEST + 1 + 9 * (LONGEST - 1) + 3
 
 
 def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the texts of a training step, `i32[rows, LENGTH]`, and True for tokens of answers."""
+    """Returns the batch of a training step: prompts with their answers, `i32[rows, LENGTH]`, and True for tokens of
+    answers, which have a loss, `bool[rows, LENGTH]`."""
     rng = random.Random(f"train {seed} {step}")
     tokens, answers = np.zeros((rows, LENGTH), np.int32), np.zeros((rows, LENGTH), bool)
     for i in range(rows):

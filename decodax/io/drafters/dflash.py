@@ -136,7 +136,7 @@ def read(source: Source | Tensors, config: Mapping[str, Any] | None = None, *, l
 
 
 def sources(head: BlockHead) -> dict[str, WeightSource]:
-    """Returns the tensor of each weight of a block head, by its dotted path."""
+    """Returns where each weight of a block head, by its dotted path, is in a file: its tensor and shape there."""
     return {path: _source(path, leaf.shape, type(head.correction)) for path, leaf in
             flatten(head.abstract_params()).items()}
 

@@ -35,7 +35,8 @@ NVIDIA = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_las
 
 
 def read_eagle(tensors: Tensors, dtype: Any) -> tuple[RecurrentHead, Any]:
-    """Returns the head of EAGLE-1 and 2: a layer without an input norm, and a linear layer over embedding and state."""
+    """Reads the head of EAGLE-1 or EAGLE-2, a decoder layer without an input norm after a linear layer over embedding
+    and state. Returns the head and its weights in `dtype`."""
     layers = _layers(tensors.config, int(tensors.config["vocab_size"]))
     head = RecurrentHead((), layers.vocab, config=layers, fuse="fc", bias="fc.bias" in tensors, first_norm=False,
                          final_norm=False)
@@ -105,7 +106,8 @@ def _layers(config: Json, vocab: int) -> DecoderConfig:
 
 
 def layer_names(stem: str, count: int) -> dict[str, str]:
-    """Returns the tensor of each weight of ordinary layers."""
+    """Returns the tensor's name of each weight of `count` Llama-like decoder layers, by the weight's dotted path;
+    `stem` is the prefix of all names in the file."""
     names: dict[str, str] = {}
     for i in range(count):
         own = f"{stem}{i}."

@@ -236,8 +236,8 @@ def save_drafter(directory: str | os.PathLike[str], drafter: TrainedDrafter,
 
 
 def encoded(value: Any) -> Any:
-    """Returns a configuration as JSON values: a dataclass as a dictionary of those fields that are not defaults, with
-    its class as "class"."""
+    """Returns a configuration as JSON values: a dataclass becomes a dictionary of the fields that differ from their
+    defaults, with the name of its class under "class"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__name__ not in PARTS:
             raise ValueError(f"head: got a {type(value).__name__} in its configuration, which cannot be saved")
@@ -248,7 +248,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Returns the configuration that `encoded` made JSON values of.
+    """Returns the configuration that `encoded` converted to JSON values, the inverse of that function.
 
     Raises:
         CheckpointError: an unknown class, or a field that it does not have.

@@ -42,8 +42,8 @@ from decodax.models.weight_source import WeightSource
 
 
 def further_in(path: Path, config: Mapping[str, Any]) -> list[str]:
-    """Returns the tensors of layers for multi-token prediction in a directory, if it is that of a model of a known
-    family; otherwise none."""
+    """Returns the names of the tensors of layers for multi-token prediction in a model's directory, `path` with the
+    `config.json` `config`; empty if there are none, or if the model's family is not known."""
     family, own = family_of(dict(config)), text_part(dict(config))
     if family not in FAMILIES or not _held(path):
         return []
@@ -65,8 +65,8 @@ def check_further(path: Path, config: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The tensors of a layer for multi-token prediction: the prefixes of its own and of its MLP's, and the name of each
-    other one by the weight's path."""
+    """Where the tensors of a layer for multi-token prediction are: the prefix of the layer's tensors, that of its
+    MLP's, and the name of each other tensor by the weight's path."""
 
     first: str
     second: str

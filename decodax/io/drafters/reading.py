@@ -50,7 +50,8 @@ def read_pickled(file: Path) -> dict[str, np.ndarray]:
 
 
 def placed(tensors: Tensors, head: Any, names: Mapping[str, str], dtype: Any) -> dict[str, Any]:
-    """Returns a head's weights, by the tensor of each; kernels are `[out, in]` in the file.
+    """Returns the weights of a head as a nested dict, read from the tensors of a file: `names` has the tensor of each
+    weight by its dotted path. Kernels are stored `[out, in]` in the file and are transposed.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or the file has others.
@@ -64,7 +65,8 @@ def placed(tensors: Tensors, head: Any, names: Mapping[str, str], dtype: Any) ->
 
 
 def same(tensors: Tensors, names: list[str]) -> None:
-    """Checks that tensors are equal that are one in the authors' code, which repeats it in its files.
+    """Checks that the tensors `names` are equal: they are one weight in the authors' code, which saves it several
+    times.
 
     Raises:
         CheckpointError: two of them differ.

@@ -18,7 +18,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class Tensors:
-    """The tensors of a drafter.
+    """The tensors of a drafter's file or directory, which records those that are used, so that unknown ones are an
+    error.
 
     Args:
         source: where they are.
@@ -73,7 +74,7 @@ class Tensors:
         return np.asarray(self._held[stored] if held else self._files.slice(stored)[...])      # type: ignore[union-attr]
 
     def skip(self, *names: str) -> None:
-        """Passes over tensors, which need not exist."""
+        """Marks tensors as known but not needed; they may be missing."""
         self.used |= set(names)
 
     def weights(self, sources: Mapping[str, WeightSource], dtype: Any) -> dict[str, Any]:

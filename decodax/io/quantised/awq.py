@@ -33,7 +33,7 @@ def unpack_awq(words: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class AwqLinear(GroupedLinear):
-    """A layer."""
+    """A linear layer of an AWQ checkpoint: 4-bit codes with a scale and a zero point for each group of inputs."""
 
     @functools.cached_property
     def _words(self) -> np.ndarray:

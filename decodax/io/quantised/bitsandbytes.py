@@ -28,7 +28,8 @@ from decodax.models.packed import Packed
 
 @dataclasses.dataclass(frozen=True)
 class TableLinear(StoredLinear):
-    """A layer of indices into a table of 16 values."""
+    """A linear layer of a bitsandbytes checkpoint in 4 bits: each weight is an index into a table of 16 values, times a
+    scale for its block."""
 
     block: int
     nested: int

@@ -25,7 +25,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 @dataclasses.dataclass(frozen=True)
 class PackedLinear(GroupedLinear):
-    """A layer of packed integers."""
+    """A linear layer of a compressed-tensors checkpoint whose codes are packed into 32-bit words."""
 
     def codes(self, which: np.ndarray) -> np.ndarray:
         return unpack(self.file.rows(f"{self.stem}.weight_packed", which), self.bits, self.inputs)

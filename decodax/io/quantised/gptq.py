@@ -23,7 +23,8 @@ from decodax.io.quantised.tensors import TensorReader
 
 @dataclasses.dataclass(frozen=True)
 class GptqLinear(GroupedLinear):
-    """A layer. `shift` is added to stored zero points."""
+    """A linear layer of a GPTQ checkpoint: codes with a scale and a zero point for each group of inputs. `shift` is
+    added to the stored zero points."""
 
     shift: int
 

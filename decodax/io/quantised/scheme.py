@@ -49,7 +49,8 @@ class StoredLinear(abc.ABC):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The order of inputs in which those of a group are consecutive, `i32[K]`; None: that of the file."""
+        """Order of the inputs in which those that share a scale (a group) are consecutive, `i32[K]`; None: they are
+        consecutive in the file."""
         return None
 
     @abc.abstractmethod
@@ -105,7 +106,8 @@ class Scheme(abc.ABC):
         return ()
 
     def notes(self) -> tuple[str, ...]:
-        """Returns what the load says about the format, such as codes that are stored in more bits than they have."""
+        """Returns remarks about the format for the log when a checkpoint is loaded, such as that codes take more bits
+        in memory than they need."""
         return ()
 
 
@@ -125,16 +127,16 @@ class GroupedLinear(StoredLinear):
 
     @abc.abstractmethod
     def codes(self, which: np.ndarray) -> np.ndarray:
-        """Returns the codes of some outputs, `u8[n, K]`."""
+        """Returns the codes of the outputs at the indices `which`, `u8[n, K]`, one for each weight."""
 
     def pairs(self, which: np.ndarray) -> np.ndarray | None:
-        """Returns 4-bit codes of some outputs as bytes of two consecutive inputs, the first one in the low bits, `u8[n,
-        K // 2]`; None if the file does not have this order."""
+        """Returns the 4-bit codes of the outputs at indices `which`, two consecutive inputs in a byte with the first
+        one in the low bits, `u8[n, K // 2]`; None if the file does not store them in this order."""
         return None
 
     @abc.abstractmethod
     def scales(self, which: np.ndarray) -> np.ndarray:
-        """Returns the scales of some outputs, `f[n, groups]`."""
+        """Returns the scales of the outputs at the indices `which`, `f[n, groups]`, one for each group of inputs."""
 
     @property
     @abc.abstractmethod

@@ -26,8 +26,8 @@ Tree = Any
 
 
 class Scheduled(NamedTuple):
-    """The third argument of a loss that changes during a run: the target's weights, and the share of the run that is
-    done, `f32[]`. The weights alone stand for the end of the run."""
+    """The third argument of a loss that changes during a run: the target's weights, and the finished share of the run,
+    `f32[]` from 0 to 1. The weights alone, without this tuple, stand for the end of the run."""
 
     weights: Tree
     share: Array | float = 1.0
@@ -39,7 +39,8 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True)
 class AnchoredBlocks:
-    """The loss of a block head at random anchors of a text; the defaults are DSpark's.
+    """The training loss of a block head, which predicts the block of tokens after each of some random positions
+    ("anchors") of a text; the defaults are DSpark's.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
@@ -66,7 +67,7 @@ class AnchoredBlocks:
 
     @property
     def steps(self) -> int:
-        """Number of drafts of a block."""
+        """Number of tokens that a block drafts."""
         return self.head.longest
 
     def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
@@ -98,8 +99,11 @@ class AnchoredBlocks:
 
     def blocks(self, params: Tree, batch: Array | TargetStates, extra: Tree
                ) -> tuple[BlockPredictions, Array, Array, Array, Array]:
-        """Returns the predictions of the blocks, the acceptance of each draft at temperature 1 (`f32[B, A, K]`), which
-        of them count (`bool[B, A, K]`), and the target's logits and the text's tokens there. Arguments: as of the call.
+        """Runs the head at `A` random anchors in each text of a batch; `K` is the number of drafts of a block.
+
+        Returns the predictions; the probability that each draft is accepted at temperature 1, `f32[B, A, K]`; True for
+        drafts that count, `bool[B, A, K]`; and at the drafted positions the target's logits, `f32[B, A, K, V]`, and the
+        text's tokens, `i32[B, A, K]`. The arguments are those of calling the object.
         """
         weights, _ = Scheduled.of(extra)
         tokens, target, features = read_batch(self.target, self.head, weights, batch, self.dtype)
@@ -119,17 +123,17 @@ class AnchoredBlocks:
 
 
 def key_of(tokens: Array) -> Array:
-    """Returns a random key that follows from a batch `i32[B, T]`, so that a run that is resumed draws the same places
-    in it."""
+    """Returns a random key that is computed from a batch of tokens `i32[B, T]` alone, so that a resumed run draws the
+    same random positions for the same batch."""
     mixed = tokens.astype(jnp.uint32) * (jnp.arange(tokens.shape[1], dtype=jnp.uint32) * 2 + jnp.uint32(0x9E3779B1))
     return jax.random.key(mixed.sum().astype(jnp.uint32))
 
 
 @partial(jax.jit, static_argnames="objective")
 def block_acceptances(objective: Any, weights: Tree, params: Tree, tokens: Array) -> Array:
-    """Returns the mean acceptance of each draft of a block at temperature 1, `f32[K]`, on texts `i32[B, T]`, if all
-    drafts before it are the text's. `objective` has `steps` and logs the acceptance of each, `weights` are the
-    target's."""
+    """Returns the mean probability, `f32[K]`, that each of the `K` drafts of a block is accepted at temperature 1, on
+    texts `tokens`, `i32[B, T]`, if all drafts before it are the text's tokens. `objective` is the loss, from whose
+    logged scalars the figures come; `weights` are the target's, `params` the head's."""
     scalars = objective(params, jnp.pad(tokens, ((0, 0), (0, 1))), weights)[1]
     return jnp.stack([scalars[f"accepted_{k + 1}"] for k in range(objective.steps)])
 

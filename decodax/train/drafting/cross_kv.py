@@ -34,7 +34,8 @@ ANCHORS = 4
 
 @dataclass(frozen=True)
 class DelayedKeys:
-    """The loss of a head that sees the target's keys with a delay, as drafts do.
+    """The training loss of a head with attention to the target's keys. In training, as in drafting, a token does not
+    attend to the target's keys of the last few tokens, which the target has not verified yet.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
@@ -96,9 +97,11 @@ class DelayedKeys:
 
 def target_keys(target: Any, weights: Tree, tokens: Array, positions: Array, dtype: str
                 ) -> tuple[Array, Array, KV, tuple[Array, ...]]:
-    """Returns the target's logits `f32[B, T, V]` of a text `i32[B, T]` at positions `i32[B, T]`, its hidden states
-    `f[B, T, D]`, the keys and values `f[B, T, G, d]` of its layers by their indices, and the layers' outputs, without
-    gradients."""
+    """Runs the target on texts `i32[B, T]` at positions `i32[B, T]`, without a cache and without gradients.
+
+    Returns the logits `f32[B, T, V]`, the hidden states `f[B, T, D]` after the final norm, the keys and values `f[B, T,
+    G, d]` of each layer by its index, and the outputs `f[B, T, D]` of all layers. Computed in `dtype`.
+    """
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)).replace(positions=positions)
     out = target.apply(cast(weights, dtype), window, target.init_cache(tokens.shape[0], 0))
     own = {layer: tuple(out.entries[i]) for i, (layer, recurrent) in enumerate(target.config.entries) if not recurrent}
@@ -136,11 +139,11 @@ def above(target: Any, head: MixtureHead, weights: Tree, known: Array, own: Arra
 
 def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens: Array, positions: Array,
             entries: KV, delays: Array) -> tuple[Array, Array]:
-    """Returns the head's logits `f32[B, T, V]` and its hidden states `f[B, T, D]` at every token of a text; they
-    predict the token after it.
+    """Runs a head on all tokens of texts at once, as it would run while drafting. Returns its logits `f32[B, T, V]` and
+    hidden states `f[B, T, D]` at every token, which predict the token after it.
 
-    With a delay of `1 + j`, they are what drafting computes at a token of depth `j`, 0 for the newest one, after the
-    tokens of the text before it.
+    The delay `1 + j` at a token gives what drafting computes there if the token is the `j`-th draft of a round (0: the
+    newest verified token), so that the target's keys of the drafts before it do not exist yet.
 
     Args:
         target: the target's network.
@@ -150,7 +153,8 @@ def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens:
         tokens: `i32[B, T]`.
         positions: `i32[B, T]`, their positions; windows are counted in tokens.
         entries: the target's keys and values; see `target_keys`.
-        delays: `i32[B, T]`; a query sees the target's keys of tokens that are at least this many before it.
+        delays: `i32[B, T]`; each token attends to the target's keys of tokens that are at least this many
+            before it.
     """
     at = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     before = at[:, None] - at

@@ -29,7 +29,9 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Glanced:
-    """The loss of Falcon's head with glancing.
+    """The training loss of Falcon's head with glancing: at the beginning of random blocks, the more of them the more
+    tokens the head predicts wrongly, the inputs are replaced by the true token and hidden state that should be
+    predicted there.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
@@ -52,7 +54,7 @@ class Glanced:
 
     @property
     def steps(self) -> int:
-        """Number of tokens of a block."""
+        """Number of tokens that the head drafts in one pass."""
         return self.head.block
 
     def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
@@ -91,8 +93,8 @@ class Glanced:
 
 
 def blocks(head: FalconHead, weights: Weights, embedded: Array, features: Array) -> Array:
-    """Returns the head's hidden states `f[B, T, D]` for all pairs of texts, whose blocks begin at multiples of their
-    length.
+    """Runs Falcon's head on whole texts whose blocks begin at multiples of `head.block`. Returns its hidden states
+    `f[B, T, D]` for all pairs of a feature and the next token.
 
     Args:
         head: the head.

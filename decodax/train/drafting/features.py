@@ -43,24 +43,26 @@ class TargetStates(NamedTuple):
 
 def target_states(target: Any, head: DraftHead, weights: Tree, tokens: Array,
                   dtype: str) -> tuple[Array, Array, Callable[[], Array]]:
-    """Returns the target's hidden states `f[B, T, D]`, the features `f[B, T, F]` of a text `i32[B, T]`, and a function
-    that returns its logits."""
+    """Runs the target on texts `tokens`, `i32[B, T]`, with `weights` cast to `dtype`. Returns its hidden states `f[B,
+    T, D]`, the features `f[B, T, F]` that `head` reads, and a function without arguments that returns its logits
+    `f32[B, T, V]`."""
     out = target.apply(cast(weights, dtype), causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)),
                        target.init_cache(tokens.shape[0], 0))
     return out.hidden, head.features(out.hidden, out.layers), out.logits
 
 
 def target_outputs(target: Any, head: DraftHead, weights: Tree, tokens: Array, dtype: str) -> tuple[Array, Array]:
-    """Returns the target's logits `f32[B, T, V]` and the features `f[B, T, F]` of a text `i32[B, T]`, without
-    gradients."""
+    """Runs the target on texts `tokens`, `i32[B, T]`, and returns its logits `f32[B, T, V]` and the features `f[B, T,
+    F]` that `head` reads, without gradients. `weights`, the target's, are cast to `dtype`."""
     _, features, logits = target_states(target, head, weights, tokens, dtype)
     return jax.lax.stop_gradient((logits(), features))
 
 
 def read_batch(target: Any, head: DraftHead, weights: Tree, batch: Array | TargetStates,
                dtype: str) -> tuple[Array, Array, Array]:
-    """Returns the tokens `i32[B, T + 1]` of a batch, and the target's logits `f32[B, T, V]` and features `f[B, T, F]`
-    of all but the last of them, without gradients. Given `TargetStates`, only the output head is applied."""
+    """Returns the tokens `i32[B, T + 1]` of a batch, and for all but the last of them the target's logits `f32[B, T,
+    V]` and the features `f[B, T, F]` that the head reads, without gradients. Given `TargetStates`, only the target's
+    output head runs."""
     if not isinstance(batch, TargetStates):
         return batch, *target_outputs(target, head, weights, batch[:, :-1], dtype)
     logits = logits_of(target, cast(weights, dtype), batch.hidden)
@@ -68,7 +70,8 @@ def read_batch(target: Any, head: DraftHead, weights: Tree, batch: Array | Targe
 
 
 class KeptFeatures:
-    """Batches with the target's states, which are read from a file: `KeptFeatures(...)[step]` is `TargetStates`.
+    """Batches with the target's hidden states, which are computed once and then read from a file:
+    `KeptFeatures(...)[step]` is the `TargetStates` of a step.
 
     The first use runs the target on all windows and writes the file, `4 * (D + F)` bytes a token in float32; a run
     that is killed meanwhile begins it anew.

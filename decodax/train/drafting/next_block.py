@@ -54,7 +54,7 @@ class NextBlock:
 
     @property
     def steps(self) -> int:
-        """Number of masks."""
+        """Number of tokens that the drafter predicts at a place, one for each mask."""
         return self.drafts
 
     def __call__(self, params: Tree, batch: Batch, extra: Any) -> tuple[Array, dict[str, Array]]:
@@ -99,9 +99,9 @@ class NextBlock:
 
 def predicted(network: MaskPredictor, params: Tree, batch: Batch, place: Array, count: int, mask: int,
               shown: Array | None = None) -> tuple[Array, Array]:
-    """Returns the drafter's logits `f32[B, K, V]` for the `count` tokens from `place` (`i32[B]`) on, given the tokens
-    before, and these tokens `i32[B, K]`, -1 after the end of the text. Those in `shown` (`bool[B, K]`) are given,
-    too."""
+    """Runs the drafter on mask tokens in place of the `count` tokens from position `place` (`i32[B]`) on of each text,
+    after the text before. Returns its logits `f32[B, K, V]` and the text's tokens `i32[B, K]`, -1 after its end; `K` is
+    `count`. Where `shown` (`bool[B, K]`) is True, the input is the token and not a mask."""
     source, size, tokens, length = batch
     cache = network.init_cache(tokens.shape[0], 0, params=params, inputs=EncoderText(tokens=source, length=size))
     window = masked_block(tokens, place, count, mask)

@@ -55,7 +55,8 @@ class InsertedPrompts:
 
     @property
     def steps(self) -> int:
-        """Number of drafts: of probes, and before look-ahead embeddings that of the newest token."""
+        """Number of drafts that the loss compares at each place: one for each probe, and for look-ahead embeddings one
+        more, that of the newest token."""
         return self.head.longest
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
@@ -77,9 +78,13 @@ class InsertedPrompts:
         return loss, {"loss": loss, **scalars}
 
     def compared(self, params: Tree, tokens: Array, extra: Tree) -> tuple[Array, Array, Array, Array]:
-        """Returns what is compared for `A` random places in each of the texts `i32[B, T]`: the target's logits and
-        those of the drafts, `f32[B, A K, V]` each; the text's own tokens, `i32[B, A K]`, -1 after its end; and which of
-        them count, `bool[B, A K]`. The other arguments are those of a call."""
+        """Runs target and drafter on texts `tokens`, `i32[B, T]`, with probes at `A` random places; a place has `K`
+        drafts.
+
+        Returns the target's logits and the drafts', `f32[B, A K, V]` each; the text's own tokens, `i32[B, A K]`, -1
+        after its end; and True for drafts that count, `bool[B, A K]`. `params` are the drafter's weights, `extra` the
+        target's.
+        """
         (B, T), n, ahead = tokens.shape, self.steps, isinstance(self.head, LookAheadHead)
         usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
         places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
@@ -101,8 +106,8 @@ class InsertedPrompts:
 
 
 def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -> Window:
-    """Returns the window of texts with probes at some places. The nodes of the probes follow those of the text; their
-    positions and the mask say where they stand.
+    """Returns the input of a forward pass over texts with probes at some places. The probes come after all tokens of
+    the text; their positions and the attention mask are those of nodes that follow the token at their place.
 
     Args:
         tokens: `i32[B, T]`, the texts.
@@ -125,8 +130,9 @@ def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -
 
 
 def beside(length: int, at: Array, place: np.ndarray, index: np.ndarray) -> tuple[Array, Array]:
-    """Returns the positions, `i32[B, T + M]`, and the mask, `bool[B, T + M, T + M]`, of texts and of `M` further nodes
-    after some of their tokens. Such a node sees the text up to that token, those before it there, and itself.
+    """Returns the positions, `i32[B, T + M]`, and the attention mask, `bool[B, T + M, T + M]`, of texts of `T` tokens
+    and `M` further nodes, each of which follows some token. Such a node attends to the text up to and including that
+    token, to the nodes before it at the same place, and to itself.
 
     Args:
         length: number of tokens of a text `T`.

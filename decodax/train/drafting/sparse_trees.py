@@ -74,8 +74,12 @@ def fit_sparse_trees(lm: Any, drafter: Any, tokens: Any, size: int | None = None
 @partial(jax.jit, static_argnames=("objective", "ranks"))
 def guess_counts(objective: InsertedPrompts, weights: Tree, params: Tree, tokens: Array, ranks: int
                  ) -> tuple[Array, Array]:
-    """Returns how often the target's most likely token was each guess of each prompt token, `i32[K, ranks]`, and how
-    often it was compared, `i32[K]`. The arguments are those of `fit_sparse_trees`."""
+    """Counts on texts how often each guess of each prompt token is right, which is if it is the target's most likely
+    token.
+
+    Returns the counts, `i32[K, ranks]` (guess `r` is the token with the `r`-th highest logit), and the number of
+    comparisons, `i32[K]`. `weights` are the target's, `params` the head's; `tokens` are the texts, `i32[B, T]`.
+    """
     truth, own, _, live = objective.compared(params, tokens, weights)
     K = objective.steps
     guesses = jax.lax.top_k(own, min(ranks, own.shape[-1]))[1]

@@ -49,7 +49,7 @@ from decodax.train.drafting.unrolled import Unrolled
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSystem:
-    """A published drafter.
+    """How a published kind of drafter is built and trained.
 
     Attributes:
         head: makes its network for a target of a configuration and a number of logits.

@@ -48,7 +48,8 @@ class Text:
 
 
 def source_code(lm: Any, root: Path | None) -> Text:
-    """Returns the text of Python files, with the target's end of text between them."""
+    """Returns the training text and held-out prompts of Python files below `root` (None: the standard library), as
+    tokens of the model `lm`, with its end-of-text token between files."""
     train, held = (packed(lm, documents) for documents in corpus.load_corpus(root))
     starts = np.linspace(0, len(held) - PROMPT - 1, PROMPTS).astype(int)
     return Text(train, held, [held[start:start + PROMPT].tolist() for start in starts],
@@ -57,7 +58,8 @@ def source_code(lm: Any, root: Path | None) -> Text:
 
 
 def examples(lm: Any, files: Sequence[str]) -> Text:
-    """Returns the text of all examples, concatenated."""
+    """Returns the training text of the examples in `files` (see `read_examples`), concatenated as tokens of the model
+    `lm`, with every 20th example held out. Its prompts are those of held-out examples."""
     found = read_examples([Path(file) for file in files], lm)
     held = found[EVERY - 1::EVERY] or found
     used = [x for i, x in enumerate(found) if i % EVERY != EVERY - 1] if len(found) >= EVERY else found

@@ -35,12 +35,12 @@ class NextUnit:
 
     @property
     def ids(self) -> tuple[tuple[int, ...], ...]:
-        """The units."""
+        """The tokens of each unit, padded with -1: the vocabulary of the head."""
         return self.units
 
     @property
     def steps(self) -> int:
-        """Largest number of drafts."""
+        """Number of drafts of the longest unit: its tokens after the first one."""
         return self.head.heads
 
     def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:

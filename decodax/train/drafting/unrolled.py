@@ -28,7 +28,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Unrolled:
-    """The loss of a head, unrolled for `steps` tokens from every position of a text.
+    """The training loss of a drafter head that is unrolled for `steps` tokens from every position of a text: after the
+    first, its own output takes the place of the target's feature, as in drafting.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
@@ -111,8 +112,9 @@ def restricted(target: Array, labels: Array, ids: tuple[int, ...] | None) -> tup
 
 
 def acceptance(target: Array, logits: Array, ids: Array | None = None) -> Array:
-    """Returns the probability that a draft is accepted at temperature 1, `f32[...]`, from the target's logits `f32[...,
-    V]` and the drafter's `f32[..., Vd]`. `ids`: see `Unrolled`; the target's probability of other tokens is lost."""
+    """Returns the probability that a sampled draft is accepted at temperature 1, `f32[...]`: the sum over tokens of the
+    smaller of the two probabilities, from logits of the target, `f32[..., V]`, and of the drafter, `f32[..., Vd]`.
+    `ids`, `i32[Vd]`, are the drafter's tokens, others count as never drafted; None: all of the target's."""
     if ids is None:
         return overlap_of(target, logits)
     return jnp.minimum(jax.nn.softmax(target)[..., ids], jax.nn.softmax(logits)).sum(-1)
@@ -185,8 +187,9 @@ class _Columns:
 @partial(jax.jit, static_argnames=("target", "head", "steps"))
 def acceptances(target: Any, head: DraftHead, weights: Tree, params: Tree, tokens: Array, steps: int,
                 ids: Array | None = None) -> Array:
-    """Returns the mean acceptance of each drafted token at temperature 1, `f32[steps]`, on texts `i32[B, T]`, if all
-    drafts before it are the text's."""
+    """Returns the mean probability, `f32[steps]`, that the 1st to `steps`-th drafted token is accepted at temperature
+    1, on texts `tokens`, `i32[B, T]`, if all drafts before it are the text's tokens. `weights` are the target's,
+    `params` the head's, and `ids` is as in `acceptance`."""
     logits, features = target_outputs(target, head, weights, tokens, "float32")
     found = unrolled(target, head, params, weights, tokens, features, steps)
     return jnp.stack([acceptance(logits[:, 1 + j:], x[:, :tokens.shape[1] - 1 - j], ids).mean()

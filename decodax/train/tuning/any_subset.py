@@ -20,14 +20,16 @@ Tree = Any
 
 
 def two_stream(tokens: Array, ranks: Array, live: Array, asked: Array, limits: Array, mask: int) -> Window:
-    """Returns the window of texts with nodes that ask for some of their tokens, which follow those of the texts.
+    """Returns the input of a forward pass over texts with `K` further nodes: mask tokens at whose positions the model
+    is to predict the text's token.
 
     Args:
         tokens: `i32[B, N]`.
-        ranks: `i32[B, N]`, place of each token in the order of decoding; 0 for given tokens, which see each other.
+        ranks: `i32[B, N]`, place of each token in the order of decoding; 0 for given tokens. A token attends to those
+            of its own rank and below.
         live: `bool[B, N]`, the tokens that are known.
         asked: `i32[B, K]`, positions of the tokens that are asked for.
-        limits: `i32[B, K]`; a node that asks sees the known tokens of lower ranks.
+        limits: `i32[B, K]`; a further node attends to the text's tokens of ranks below this, and to itself.
         mask: id of the mask token.
     """
     (B, N), K = tokens.shape, asked.shape[1]
@@ -64,7 +66,8 @@ class AnySubsetLoss:
             raise ValueError(f"mask, least: got {self.mask} and {self.least}, take an id, and 0 to 1")
 
     def hidden(self, key: Array, learned: Array) -> Array:
-        """Returns the tokens that are hidden, `bool[B, T]`, of those in `learned`."""
+        """Returns True for tokens that are replaced by masks, `bool[B, T]`: a random choice among those where
+        `learned`, `bool[B, T]`, is True, with a random share in each row."""
         share, which = jax.random.split(key)
         shares = jax.random.uniform(share, (len(learned), 1), minval=self.least)
         return learned & (jax.random.uniform(which, learned.shape) < shares)

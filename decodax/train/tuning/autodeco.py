@@ -18,8 +18,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class DecodingHeadsLoss:
-    """The sum of the losses of the temperature head and of the top-p head, an `Objective`. The third argument of a call
-    is a random key and the network's weights.
+    """The loss (an `Objective`) of two small heads that predict the sampling temperature and top-p of each token: the
+    sum of their losses. The third argument of a call is a random key and the network's weights, which are not trained.
 
     Attributes:
         network: the network, which is not trained.

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of a text, and the number of its first tokens that are given and not learned."""
+    """A training text: `tokens`, and the number `prompt` of first tokens, which are given and have no loss."""
 
     tokens: tuple[int, ...]
     prompt: int
@@ -120,7 +120,7 @@ class ExampleRows:
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and learned places."""
+        """The pair `(tokens, learned)`, `i32[N, T + 1]` and `bool[N, T + 1]`, as `ExampleBatches` takes it."""
         return self.tokens, self.learned
 
     def __len__(self) -> int:

@@ -59,8 +59,9 @@ class HamburgerLoss:
     dtype: str = "float32"
 
     def outputs(self, params: tuple[Tree, Tree], groups: Groups) -> tuple[Array, Array]:
-        """Returns the logits `f32[B, G - 1, K, V]` of the tokens of each group but the first, and those of its end
-        after each token, `f32[B, G - 1, K]`."""
+        """Returns for each of `G - 1` groups, all but the first, the logits `f32[B, G - 1, K, V]` of its up to `K`
+        tokens, and the logits `f32[B, G - 1, K]` that it ends after each of them. `params` are the weights of model and
+        head."""
         (tokens, count, _), (own, weights) = groups, params
         B, G, K = tokens.shape
         embedded = embeddings(self.network, own, tokens)

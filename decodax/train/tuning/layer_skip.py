@@ -39,8 +39,8 @@ def dropout_rates(layers: int, most: float) -> np.ndarray:
 
 
 def exit_weights(layers: int, scale: float) -> np.ndarray:
-    """Returns the weight of the loss after each layer, `f64[L]`, before they are divided by the sum of those that are
-    on.
+    """Returns the relative weight of the loss after each layer, `f64[L]`; the weights of those layers whose loss counts
+    at a step are then divided by their sum.
 
     >>> exit_weights(4, 0.1).round(4).tolist()
     [0.0, 0.1, 0.3, 3.3]

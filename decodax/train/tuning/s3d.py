@@ -59,7 +59,8 @@ class SkippyLoss:
 
     @property
     def head(self) -> LookAheadHead:
-        """The drafting pass."""
+        """The drafter that the loss trains, as the decoding method takes it: `length - 1` mask tokens after the newest
+        token, and the layers that the drafting pass leaves out."""
         config = self.network.config
         skip = middle(self.network.depth) if self.skip is None else tuple(sorted(set(self.skip)))
         return LookAheadHead((), config.vocab, width=config.width, heads=self.length - 1, skip=skip)

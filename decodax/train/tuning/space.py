@@ -58,7 +58,8 @@ class SemiAutoregressiveLoss:
         return random_spans(key, learned & jnp.pad(learned[:, 1:], ((0, 0), (0, 1))), self.length)
 
     def ordinary(self, drawn: Array, start: Array, end: Array) -> Array:
-        """Returns the rows that are ordinary examples, `bool[B]`: those that are `drawn`."""
+        """Returns True for rows that are trained as ordinary examples, without masks, `bool[B]`: here the rows that are
+        `drawn` (`bool[B]`). A derived class may add rows by the bounds of their masks, `start` and `end`, `i32[B]`."""
         return drawn
 
     def __call__(self, params: Tree, batch: tuple[Array, ...], extra: Array) -> tuple[Array, dict[str, Array]]:

@@ -38,7 +38,8 @@ ENDS_FROM = 16
 
 
 class Tuned:
-    """A whole model, of which the loss of next tokens is measured, or that of the exits after each layer.
+    """What a tuning run trains: here all weights of a model `lm`. Measures the cross-entropy of next tokens, and with
+    `exits` also that of the network cut after each layer.
 
     `start` are the first weights, `use` is how the card says that the result is loaded, and `rounded` is False for
     weights that are shipped in float32.
@@ -53,23 +54,25 @@ class Tuned:
         self.names = (*(f"after_layer_{i + 1}" for i in range(depth - 1)), "cross_entropy")
 
     def shardings(self, mesh: jax.sharding.Mesh) -> Any:
-        """Returns where the weights lie."""
+        """Returns a `NamedSharding` for each weight that is trained, on the given mesh."""
         return self.lm.model.shardings(mesh)
 
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
-        """Returns a mean over the learned tokens for each of `names`, `f32[k]`."""
+        """Returns the figures called `names`, `f32[k]`, such as cross-entropies in nats: means over the tokens of a
+        batch, `tokens`, `i32[B, T + 1]`, that count (`learned`, `bool[B, T + 1]`)."""
         if self.exits:
             return losses_by_layer(self.lm.model, params, (tokens, learned))
         own = token_losses(self.lm.model, params, tokens)
         return jnp.where(learned[:, 1:], own, 0).sum()[None] / learned[:, 1:].sum()
 
     def write(self, target: Path, shipped: Any) -> None:
-        """Writes the weights into a directory."""
+        """Writes the model with the weights `shipped` into the directory `target`, which `decodax.load` can load."""
         save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
 
 
 class TunedAnySubset(Tuned):
-    """An any-subset model, whose loss of hidden tokens is measured; the same ones each time."""
+    """A tuning run of all weights of an any-subset model. Measures the cross-entropy of randomly hidden tokens, the
+    same ones at each evaluation."""
 
     use = 'dx.infill(dx.load("DIRECTORY"), pieces)'
 
@@ -86,7 +89,7 @@ class TunedAnySubset(Tuned):
 
 
 class TunedEnd(Tuned):
-    """A model and its head for the end of texts."""
+    """A tuning run of a model together with the head that predicts the end of a text (`SelfTerminatingLoss`)."""
 
     use = 'dx.algorithms.contrastive.nmst(dx.load("DIRECTORY"), "DIRECTORY", epsilon={epsilon})'
 
