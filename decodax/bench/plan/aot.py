@@ -59,6 +59,7 @@ class Compiled:
         moved: bytes moved to and from main memory in one round; None if XLA cannot print the program.
         collectives: number of operations that one round runs and that wait for other devices; None if XLA cannot print
             the program.
+        exchanged: bytes of their results on a device.
         fits: True if the program fits into the device's memory.
         error: XLA's message if the program does not fit or cannot be printed.
         text: the optimized program.
@@ -68,6 +69,7 @@ class Compiled:
     temporaries: int
     moved: int | None
     collectives: int | None
+    exchanged: int | None
     fits: bool
     error: str | None = None
     text: str = ""
@@ -81,18 +83,20 @@ def compile_round(s: Setup) -> Compiled:
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(0, 0, None, None, False, _first(error))
+        return Compiled(0, 0, None, None, None, False, _first(error))
     memory = made.memory_analysis()
     try:
         text = made.as_text()
     except jax.errors.JaxRuntimeError as error:      # libtpu 0.0.51 cannot print some asynchronous copies
-        return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, True, _first(error))
+        return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, None, True, _first(error))
     program = parse(text)
     outer, _, trips = loops(s, program)
     body = (outer.attribute("body") or "") if outer is not None else program.entry
     waits = total(program, trips, lambda computation, x: int(x.opcode in WAITING), within=body)
+    largest = lambda computation, x: max(b.bytes for b in x.result) if x.opcode in WAITING else 0
+    exchanged = total(program, trips, largest, within=body)
     return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips) - skipped(
-        s, program), waits, True, text=text)
+        s, program), waits, exchanged, True, text=text)
 
 
 def skipped(s: Setup, program: Program) -> int:

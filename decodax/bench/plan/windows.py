@@ -134,11 +134,15 @@ def windows(found: Comparison, methods: Mapping[str, tuple[str, Any]], topology:
                         compile=compile, **options)[0]
             known[key] = made, extra
         made, extra = known[key]
-        plain = known[size, PLAIN, None][0]
-        # The planner counts the target's collectives. Those of a drafter take as long, one by one.
-        times = made.compiled.collectives / plain.compiled.collectives if (
-            made.compiled and plain.compiled and made.compiled.collectives and plain.compiled.collectives) else 1.0
-        return max(made.memory, made.arithmetic + extra / made.slice.device.flops) + max(1.0, times) * made.network
+        device, plain = made.slice.device, known[size, PLAIN, None][0]
+        own, base, across = made.compiled, plain.compiled, made.mesh[1]
+        more = 0.0      # the planner counts the target's collectives, not a drafter's
+        if system not in (PLAIN, "window") and own and base and own.collectives and base.collectives:
+            each = plain.counts.hops * device.hop / base.collectives
+            sent = (own.exchanged or 0) - made.width * (base.exchanged or 0)
+            more = max(0, own.collectives - base.collectives) * each
+            more += max(0, sent) * (across - 1) / across / device.link
+        return max(made.memory, made.arithmetic + extra / device.flops) + made.network + more
 
     out = []
     for size in batch:

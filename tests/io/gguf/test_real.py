@@ -79,6 +79,6 @@ def test_perplexity_of_20_000_tokens_is_within_half_a_percent() -> None:
     path, wanted = folder() / TEXT.file, EXPECTED["smollm2"]["docstrings"]
     if not path.is_file():
         pytest.skip(f"{path} is missing: python scripts/real_models.py text")
-    found = dx.score(loaded("smollm2"), ("", path.read_text(encoding="utf-8")), window=512)
+    found = dx.score(loaded("smollm2"), [("", path.read_text(encoding="utf-8"))], window=512)
     assert found.count.tolist() == [wanted["tokens"]]
     assert abs(np.exp(-found.mean[0] - wanted["nats"]) - 1) < 0.005, (found.mean, wanted)
