@@ -65,7 +65,7 @@ def test_a_file_holds_the_network_of_the_checkpoint(name: str, more: dict[str, A
     np.testing.assert_allclose(run(lm.params, IDS), run(wanted.params, IDS), atol=1e-4)
 
 
-@pytest.mark.wide(but=("mamba2",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RECURRENT)
 def test_kernels_stay_packed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     lm: Any = dx.load(written(name, Type.Q8_0)[1])
