@@ -93,9 +93,11 @@ def _chain(direction: optax.GradientTransformation, weight_decay: float) -> opta
 
 @cache
 def adamw(weight_decay: float) -> optax.GradientTransformation:
-    """Returns AdamW (Loshchilov and Hutter, 2019) at a unit learning rate: `update` multiplies by the schedule's rate.
+    """Returns AdamW (Loshchilov and Hutter, 2019) with gradients clipped to a global norm of 1, and weight decay on
+    arrays of two or more axes only.
 
-    The same arguments give the same object, so that a second run in a process compiles nothing.
+    The learning rate is not applied, and the sign not changed: `update` in this module subtracts the rate of the
+    schedule times the result. The same arguments give the same object, so that a second run in a process compiles nothing.
     """
     return _chain(optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-9), weight_decay)
 
