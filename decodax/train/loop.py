@@ -97,7 +97,8 @@ def adamw(weight_decay: float) -> optax.GradientTransformation:
     arrays of two or more axes only.
 
     The learning rate is not applied, and the sign not changed: `update` in this module subtracts the rate of the
-    schedule times the result. The same arguments give the same object, so that a second run in a process compiles nothing.
+    schedule times the result. The same arguments give the same object, so that a second run in a process compiles
+    nothing.
     """
     return _chain(optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-9), weight_decay)
 
