@@ -21,6 +21,7 @@ from decodax.models import EncoderDecoder, EncoderText
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.train.drafting.systems import SYSTEMS
 from decodax.train.drafting.texts import examples
+from decodax.train.export import word_tokenizer
 from recipes import run as program
 from recipes.options import PRESETS, Options
 from tests.matrix import often
@@ -118,7 +119,7 @@ def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path
 def test_a_non_autoregressive_drafter_learns_from_pairs(options: Options, tmp_path: Path) -> None:
     words = [f"w{i}" for i in range(20)]
     special = ["<pad>", "</s>"]
-    tokenizer = program.word_tokenizer({w: i for i, w in enumerate([*special, *words])}, special)
+    tokenizer = word_tokenizer({w: i for i, w in enumerate([*special, *words])}, special)
     config = dict(model_type="t5", vocab_size=22, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=3,
                   num_heads=2, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     network = EncoderDecoder(read_encoder_decoder(config, ()))
@@ -164,7 +165,7 @@ def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> N
 def test_pard_tunes_the_first_layers_of_the_target_to_a_draft_model(system: str, options: Options, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.drafter.NEW", 8)
-    monkeypatch.setattr("recipes.drafter.PROMPTS", 2)
+    monkeypatch.setattr("decodax.train.drafting.texts.PROMPTS", 2)
     own = replace(options, system=system, preset=system, drafts=3, mask=3, output=tmp_path, loss=None)
     program.train(own, console=QUIET)
     losses = [e["loss"] for e in metrics(tmp_path) if "loss" in e]
