@@ -33,7 +33,8 @@ from decodax.models.transformer import Transformer, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The number of copies of each token, and the attention among hidden decoding tokens.
+    """The number of copies of each token that the network processes, and the attention among hidden decoding tokens,
+    which are all copies but the first.
 
     Attributes:
         count: number of copies `K` of each token.
@@ -53,7 +54,7 @@ class Copies:
 
     @property
     def local(self) -> bool:
-        """True if hidden decoding tokens attend to those of earlier tokens."""
+        """True if hidden decoding tokens (copies of a token after the first) attend to those of earlier tokens."""
         return self.window is not None and self.count > 1
 
     @property
@@ -63,7 +64,8 @@ class Copies:
         return 0 if self.window is None or self.count < 2 else (self.window + self.count - 2) // (self.count - 1)
 
     def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:
-        """Returns `bool[B, Q, K]`, True where a query may attend to a hidden decoding token of another token.
+        """Returns `bool[B, Q, K]`, True where a query may attend to a hidden decoding token (a copy after the first) of
+        another token by window and chunks; the order of tokens is not checked here.
 
         Args:
             at: `i32[B, Q]`, positions of queries.

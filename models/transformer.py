@@ -341,17 +341,17 @@ class Pieces:
         return _embedded(self.network, window, cache)[0]
 
     def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
-        """Returns the output of a layer's attention, which is added to `x`, and its entry. `attend` has the signature
-        of `Cache.attend`."""
+        """Runs a layer's attention, with its norm, on the residual stream `x`. Returns the output, to be added to `x`,
+        and what a commit writes to the cache. `attend` has the signature of `Cache.attend`."""
         tables = self.network.tables(positions, self.context)
         return self.network.layers[str(layer)].attention_half(layer, x, tables, attend)
 
     def values(self, layer: int, x: Array) -> Array:
-        """Returns only the attention's values."""
+        """Returns the values `f[B, W, G, d]` that a layer's attention computes from the residual stream `x`."""
         return self.network.layers[str(layer)].values(x)
 
     def mlp(self, layer: int, x: Array) -> Array:
-        """Returns the output of a layer's MLP, which is added to `x`."""
+        """Returns the output of a layer's MLP, with its norm, which is to be added to the residual stream `x`."""
         return self.network.layers[str(layer)].mlp_half(x)
 
     def out(self, x: Array, entries: Any) -> Out:

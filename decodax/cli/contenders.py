@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def parted(drafts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns which of the arguments of `--draft` are models, and which are trained drafters.
+    """Splits the arguments of `--draft` into those that are models and those that are trained drafters, and returns
+    these two lists.
 
     Raises:
         ValueError: several are models.
@@ -44,8 +45,8 @@ def systems_of(names: Sequence[str], model: str, drafters: Mapping[str, Any] = {
 
 def contender_of(name: str, options: dict[str, Any], lm: LM, draft: LM | None,
                  drafters: Mapping[str, Any] = {}) -> Contender:
-    """Returns the algorithm of a method; if the method has an option for the batch size, a function of the batch size
-    that makes it.
+    """Returns the algorithm that `decodax compare` runs for a method. If the method has an option for the batch size,
+    returns a function of the batch size that makes it.
 
     Args:
         name: the method.

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def entries() -> dict[str, list[Entry]]:
-    """Returns the entries of each listing, grouped by family."""
+    """Returns the entries of each listing by its name ("algorithms", "caches", ...), in the order of their families."""
     from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, FORMATS, FUNCTIONS, SEARCHES, SELECTS
     from decodax.io.load import listed_models
 
@@ -94,7 +94,7 @@ def entries() -> dict[str, list[Entry]]:
 
 
 def as_json(entry: Entry) -> dict[str, Any]:
-    """Returns an entry as data for JSON."""
+    """Returns the description of an entry as a dictionary for JSON: its names, paper, summary and options."""
     fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
     return {**{field: getattr(entry, field) for field in fields},
             "options": {name: str(option) for name, option in entry.options.items()}}

@@ -138,7 +138,8 @@ def _texts(pieces: Any) -> list[Any]:
 
 
 def template_of(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
-    """Returns the token ids of a text, with the mask token in its gaps."""
+    """Returns the token ids of one text of `infill`, `pieces`, with the token `mask` for each position of its gaps.
+    `row` is its index, for error messages."""
     name, out = f"pieces[{row}]", []
     for i, piece in enumerate(collected(pieces, name, "a list of strings, gaps and token ids")):
         if isinstance(piece, (int, float, np.integer, np.floating)):

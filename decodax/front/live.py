@@ -49,7 +49,8 @@ class Live(Iterator[Piece]):
 
 
 def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Request:
-    """Returns the request of a function `where` that takes a single prompt.
+    """Checks the arguments of a function that takes a single prompt, such as `stream`, and returns them as a request.
+    `where` is the name of the function, for errors.
 
     Raises:
         TypeError, ValueError: as in `Request.read`, or an argument that needs several rows.

@@ -160,7 +160,8 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
 
 
 def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[str, Any]]:
-    """Returns the model with its cache, and the options with the algorithm, which are made once for all prompts.
+    """Builds the cache and the algorithm that `serve` uses for all prompts. Returns the model with this cache, and the
+    options with the algorithm as an object.
 
     Raises:
         TypeError, ValueError: as in `Request.read`; an option that `serve` does not take; or a cache whose rows share
@@ -178,8 +179,8 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that are not None, together with those in `sampling`. `eos_token_id` is kept if it is None,
-    which means that no token ends a text."""
+    """Returns the entries of `options`, and of the object under "sampling" in it, that are not None. `eos_token_id` is
+    kept even if it is None, which means that no token ends a text."""
     said = {name: x for name, x in options.items() if x is not None or name in ("eos", "eos_token_id")}
     return merged(said.pop("sampling", None), said)
 

@@ -21,7 +21,8 @@ class Attend(Protocol):
     """The attention function of a network's layers, with the signature of `Cache.attend`.
 
     Queries `f[B, W, H, d]` attend to the cache and to the window's keys and values, `f[B, W, G, d]`. The result is the
-    output `f[B, W, H, d]` and the layer's entry. A layer with linear attention passes only the argument `linear`.
+    output `f[B, W, H, d]` and the layer's entry, what a commit writes to the cache. A layer with linear attention
+    passes only the argument `linear`.
     """
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]: ...

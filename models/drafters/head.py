@@ -86,7 +86,8 @@ class DraftHead(abc.ABC):
 
     @property
     def parallel(self) -> bool:
-        """True if the logits after a node depend on the node's depth alone, not on the drafted tokens."""
+        """True if the logits that follow a draft-tree node depend on the depth of the node alone, not on the tokens
+        drafted up to it, so that all depths can be computed at once."""
         return False
 
     @property
@@ -117,8 +118,8 @@ class DraftHead(abc.ABC):
         return cache_of(dense, self.kv_layers, batch, capacity, jnp.dtype(dtype), None) if self.kv_layers else None
 
     def check_target(self, config: DecoderConfig) -> None:
-        """Checks that the head can read the keys and values of a target with the configuration `config`, if it reads
-        any.
+        """Checks that a target with the configuration `config` has the keys and values that the head reads, for heads
+        that attend to those of the target.
 
         Raises:
             ValueError: it cannot.

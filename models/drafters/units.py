@@ -25,8 +25,8 @@ from decodax.models.layers import Linear
 
 @dataclasses.dataclass(frozen=True)
 class UnitHead(IndependentHeads):
-    """A feed-forward layer and a vocabulary matrix of units, `H (f + V silu(U f + b) + c)`. The activation and the
-    residual connection are our choice.
+    """A head that predicts a whole unit, a frequent sequence of tokens, at once: a feed-forward layer and a vocabulary
+    matrix `H` of units, `H (f + V silu(U f + b) + c)`. Activation and residual connection are our choice.
 
     Attributes:
         taps: empty: the hidden state after the final norm.

@@ -184,8 +184,8 @@ class Expanding:
 
     @classmethod
     def of(cls, cache: Any, window: Window) -> Expanding | None:
-        """Returns the attention function of a prefill window; None for other windows, and for caches without attention
-        to their entries alone, which take the absorbed form."""
+        """Returns the attention function for a window of a prompt. None for windows while decoding, and for caches that
+        do more than attend to their entries: these attend in the absorbed form, with queries mapped to latents."""
         if not window.is_prefill or window.cached is not None or not isinstance(cache, AttendsAlone):
             return None
         near = lambda q, k, v, scale: window_attention_lse(q, k, v, window.visible(), window.positions, scale=scale)
@@ -198,7 +198,8 @@ class Expanding:
         raise NotImplementedError("all layers of a network with latent attention have it")
 
     def expanded(self, layer: int, part: LatentAttention, q: Array, key: Array, scale: float) -> tuple[Array, Any]:
-        """Returns the heads' output `f[B, W, H, value_width]` and the layer's entry.
+        """Computes a layer's attention with keys and values of all heads for the window's tokens. Returns the heads'
+        output `f[B, W, H, value_width]`, and the layer's entry, what a commit writes to the cache.
 
         Args:
             layer: index of the layer.

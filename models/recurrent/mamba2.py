@@ -101,7 +101,8 @@ class Mamba2(StateSpace):
 
 def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any, conv: Change = same,
           out: Change = same) -> tuple[Array, Any]:
-    """Computes a layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry.
+    """Runs a layer's mixer on its normed input `x`, `f[B, W, D]`. Returns its output `f[B, W, D]`, and the layer's
+    entry, what a commit writes to the cache.
 
     Args:
         c: the configuration.

@@ -130,8 +130,8 @@ class Rwkv7(RecurrentNetwork):
 
     def block(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
               cache: Any) -> tuple[Array, Array, list[Any]]:
-        """Runs a layer. Returns the residual stream after it, the first layer's values, and the layer's entries at its
-        three places in the cache.
+        """Runs a layer. Returns the residual stream after it, the first layer's values, which later layers mix with
+        their own, and the three entries of the layer, what a commit writes to the cache.
 
         Args:
             p: the layer's weights.
@@ -156,7 +156,8 @@ class Rwkv7(RecurrentNetwork):
 
     def mix_time(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
                  cache: Any) -> tuple[Array, tuple[Any, Any], Array]:
-        """Computes time mixing of the normed stream `f[B, W, D]`. Returns its output, its two entries, and its values.
+        """Runs a layer's time mixing, its recurrence over tokens, on the normed stream `f[B, W, D]`. Returns its
+        output, its two entries (what a commit writes to the cache), and its values.
 
         Args:
             p: the weights.
@@ -201,8 +202,8 @@ class Rwkv7(RecurrentNetwork):
         return multiply(y * gate, p["o"]["kernel"]), (shifted, states), own
 
     def mix_channels(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """Computes channel mixing of the normed stream `f[B, W, D]`. Returns its output, and its entry at `place` in
-        the cache."""
+        """Runs a layer's channel mixing, its feed-forward network, on the normed stream `x`, `f[B, W, D]`. Returns its
+        output, `f[B, W, D]`, and its entry, what a commit writes to the cache at index `place`."""
         before, shifted = earlier(place, x, window, cache)
         k = multiply(x + (before - x) * p["mix"].astype(x.dtype), p["k"]["kernel"])
         return multiply(jnp.square(jax.nn.relu(k)), p["v"]["kernel"]), shifted

@@ -302,8 +302,8 @@ class RwkvX(Rwkv7):
         return self.scored(params, x, entries, layers)
 
     def sparse_block(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, list[Any]]:
-        """Runs a block of attention. Returns the residual stream after it, and the entries at its two places in the
-        cache."""
+        """Runs a block of sparse attention on the residual stream `x`, `f[B, W, D]`. Returns the stream after it, and
+        its two entries, what a commit writes to the cache from index `place` on. `p` are the block's weights."""
         c, y = self.config, layer_norm(x, p["attn_norm"])
         shape = *y.shape[:2], c.heads, c.head_dim
         q, k, v = (multiply(y, p[name]["kernel"]).reshape(shape) for name in ("q", "k", "v"))

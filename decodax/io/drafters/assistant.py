@@ -23,7 +23,8 @@ WITHOUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "e
 
 
 def read_assistant(tensors: Tensors, dtype: Any) -> tuple[AssistantHead, Any, np.ndarray | None]:
-    """Returns an assistant's network, its weights, and the target's token for each of its logits, or None.
+    """Reads a Gemma 4 assistant, a drafter that attends to the target's keys. Returns its network, its weights in
+    `dtype`, and the target's token for each of its logits, `i32[Vd]`, or None if they are in the target's order.
 
     Raises:
         CheckpointError: an entry of its configuration is one that an assistant cannot have, or a tensor does not fit.

@@ -40,7 +40,8 @@ class Conventions:
 
 
 def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, Any, Any]:
-    """Returns a drafter's method, network, weights, and the target's token for each of its logits (None: all).
+    """Reads a drafter in one of the layouts that others have published. Returns the name of its method, its network,
+    its weights in `dtype`, and the target's token for each of its logits, `i32[Vd]` (None: they are the target's).
 
     Raises:
         CheckpointError: the layout is not known, leaves something open, or a tensor does not fit it.

@@ -44,7 +44,7 @@ class StoredLinear(abc.ABC):
 
     @property
     def zeroed(self) -> bool:
-        """True if the layer has zero points other than the middle code."""
+        """True if the layer has zero points that are not all the middle code, so that they have to be stored."""
         return False
 
     @property
@@ -141,7 +141,8 @@ class GroupedLinear(StoredLinear):
     @property
     @abc.abstractmethod
     def zeros(self) -> np.ndarray | None:
-        """The zero points of all outputs, `u8[N, groups]`; None: the middle code."""
+        """The zero points of all outputs as they are counted in the file, from 0 on, `u8[N, groups]`; None: all are the
+        middle code, `2 ** (bits - 1)`."""
 
     @functools.cached_property
     def zeroed(self) -> bool:

@@ -39,7 +39,8 @@ def _reverse(target: Array, logits: Array, labels: Array) -> Array:
 
 
 def overlap_of(target: Array, logits: Array) -> Array:
-    """Returns `sum min(p, q)`, the probability that speculative sampling accepts a draft, from logits `[..., V]`."""
+    """Returns the probability that speculative sampling accepts a draft, `sum min(p, q)` over the vocabulary,
+    `f32[...]`, for the distributions `p` of the target and `q` of the drafter, which are given as logits `[..., V]`."""
     return jnp.minimum(jax.nn.softmax(target), jax.nn.softmax(logits)).sum(-1)
 
 
@@ -74,7 +75,8 @@ that the drafter does not know) to `f32[...]`."""
 
 
 def loss_of(name: str) -> Callable[[Array, Array, Array], Array]:
-    """Returns a loss by name; a sum has the form "0.9*tv+0.1*hard".
+    """Returns a loss function by name, called with target logits, drafter logits (`[..., V]`) and labels (`i32[...]`).
+    A weighted sum of losses is written like "0.9*tv+0.1*hard".
 
     Raises:
         ValueError: an unknown name or a weight that is not a number.

@@ -34,7 +34,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class MaskedChains(abc.ABC):
-    """The loss of drafts at masks after every position of a text, a mean over all drafts.
+    """Base class of training losses for drafters that predict all drafts in one pass at mask tokens: a chain of masks
+    follows every position ("anchor") of a text, of which most deep ones are dropped. The mean over all drafts.
 
     Attributes:
         target: the target's network; its weights are the third argument of the call.
@@ -118,8 +119,9 @@ class MaskedChains(abc.ABC):
 
 
 def kept_masks(anchors: int, steps: int, ratio: float, least: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the masks after `anchors` positions that the conditional drop keeps, by depth: the number of the chain of
-    each, `i64[M]`, and its depth from 1, `i64[M]`. Chains are numbered by their length, the longest first.
+    """Returns the `M` masks that are kept after `anchors` positions if each has a chain of masks, of which the share
+    `max(ratio ** d, least)` reaches depth `d`: the number of each one's chain, `i64[M]`, and its depth from 1,
+    `i64[M]`. Chains are numbered by their length, the longest first.
 
     >>> [x.tolist() for x in kept_masks(4, 3, 0.5, 0.25)]
     [[0, 1, 0], [1, 1, 2]]

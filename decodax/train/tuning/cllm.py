@@ -33,7 +33,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The Jacobi trajectory of a block.
+    """The iterations by which Jacobi decoding finds the `n` tokens of a block: the guesses before each of `J`
+    iterations, and the final tokens, those of greedy decoding (the fixed point).
 
     Attributes:
         prefix: `i32[P]`, the tokens before the block.
@@ -143,7 +144,9 @@ class TrajectoryBatches:
 
 @dataclass(frozen=True)
 class ConsistencyLoss:
-    """The loss of a consistency model, an `Objective`.
+    """The training loss of a consistency model (an `Objective`): after the guesses of an iteration of Jacobi decoding
+    the model is to predict what it predicts after the final tokens; to this the cross-entropy of the final tokens is
+    added.
 
     Attributes:
         network: the trained network.

@@ -52,7 +52,8 @@ def learned_mean(losses: Array, learned: Array) -> Array:
 
 @partial(jax.jit, static_argnames=("network",))
 def losses_by_layer(network: Any, params: Tree, batch: tuple[Array, Array]) -> Array:
-    """Returns `exit_loss` after each layer, `f32[L]`, the first of them after one layer, for a batch of `Examples`."""
+    """Returns the mean cross-entropy of next tokens, `f32[L]` in nats, of the network cut after 1 to `L` of its layers
+    (`exit_loss`). `batch` has tokens, `i32[B, T + 1]`, and True for those that count, `bool[B, T + 1]`."""
     tokens, learned = batch
     out = text_output(network, params, tokens[:, :-1])
     assert out.layers is not None

@@ -57,7 +57,8 @@ def switched_on(layers: int, step: Array, steps: int, curriculum: Curriculum, ev
         layers: `L`, number of layers.
         step: `i32[]`, the step, from 0.
         steps: `T`, number of steps of the run, for "gradual".
-        curriculum: see the module.
+        curriculum: "rotational": every `every`-th layer, others at each step; "gradual": one layer more every `T / 2L`
+            steps, from the last one down. The last layer always counts.
         every: `R`, for "rotational".
 
     >>> switched_on(4, jnp.int32(1), 8, "rotational", 3).tolist()
@@ -73,7 +74,8 @@ def switched_on(layers: int, step: Array, steps: int, curriculum: Curriculum, ev
 
 @dataclass(frozen=True)
 class EarlyExitLoss:
-    """LayerSkip's loss, an `Objective`. The third argument of a call is a random key and the step, `i32[]`.
+    """LayerSkip's training loss (an `Objective`): a weighted mean of the cross-entropies of the network cut after some
+    of its layers, with random layers left out. The third argument of a call is a random key and the step, `i32[]`.
 
     Attributes:
         network: the trained network.

@@ -27,9 +27,9 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LexicalUnitLoss(SemiAutoregressiveLoss):
-    """LUD's loss, the mean over rows of their mean cross-entropies, an `Objective`. A row is an ordinary example with
-    the probability `plain`, and if it has no unit. Otherwise placeholders stand from a random token of a unit to the
-    one before the unit's last, at most `length` of them.
+    """LUD's loss, an `Objective`: the mean over rows of their mean cross-entropies. A unit is a run of tokens of which
+    the model was sure. A row is an ordinary example with the probability `plain`, and if it has no unit. Otherwise
+    placeholders stand from a random token of a unit to the one before the unit's last, at most `length` of them.
 
     Batches have a third array, `bool[B, T + 1]`: True for tokens of which the model was sure (`sure_tokens`).
 

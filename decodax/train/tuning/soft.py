@@ -32,7 +32,8 @@ def sorted_depths(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SortedLoss:
-    """The mean of the losses of sub-models, an `Objective`.
+    """The training loss of sorted fine-tuning (an `Objective`): the mean of the cross-entropies of sub-models, which
+    are the first layers of the network with its own norm and head.
 
     Attributes:
         network: the trained network.

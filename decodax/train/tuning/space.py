@@ -25,8 +25,9 @@ Tree = Any
 
 @dataclass(frozen=True)
 class SemiAutoregressiveLoss:
-    """SPACE's loss, the mean over rows of their mean cross-entropies, an `Objective`. The third argument of a call is a
-    random key.
+    """The training loss of SPACE, an `Objective`: cross-entropy of next tokens, and in most rows of the tokens that
+    mask tokens after a random place of the target stand for; the mean over rows of their means. The third argument of a
+    call is a random key.
 
     Attributes:
         network: the trained network.
