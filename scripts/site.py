@@ -12,11 +12,15 @@ import importlib
 import itertools
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import griffe
+
+sys.path.insert(0, str(Path(__file__).parent))     # also where the site is built by another program
+
 from conformance_report import FAMILIES
 
 DOCS = Path(__file__).parents[1] / "docs"
