@@ -244,8 +244,9 @@ class DecoderConfig:
 
     @property
     def entries(self) -> tuple[tuple[int, bool], ...]:
-        """What a cache stores, in its order, as pairs: the index of the layer, and False for its keys and values (or
-        the state of linear attention), True for the state of its recurrent block."""
+        """The entries that a cache stores, in its order. Each is a pair of the index of a layer and a flag, which is
+        False for the layer's keys and values (or its state of linear attention) and True for the state of its recurrent
+        block."""
         return tuple((i, recurrent) for i in self.own for recurrent in (False, True)
                      if i in (self.recurrent if recurrent else (*self.attending, *self.summing)))
 

@@ -96,8 +96,8 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
 
 
 def read_period(c: Json, default: int) -> int:
-    """Returns the entry `sliding_window_pattern` of a `config.json`: one layer in so many has no sliding window.
-    `default` is the number for files without the entry."""
+    """Returns the entry `sliding_window_pattern` of a `config.json`, `default` if there is none. If it is `n`, every
+    `n`-th layer has no sliding window."""
     period = c.get("sliding_window_pattern", default)
     if not isinstance(period, int):
         raise ValueError(f"sliding_window_pattern: got {period!r}, takes a whole number from 1 to 10,000")

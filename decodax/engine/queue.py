@@ -56,8 +56,8 @@ class Refused:
 
     @property
     def outcome(self) -> Result | Exception:
-        """What the caller gets for this prompt: the error, or a result without tokens and with `Status.TIME` if the
-        time of the prompt was over before it began."""
+        """The result for the caller of this prompt: the error, or if the prompt's time was over before it began, a
+        `Result` without tokens and with `Status.TIME`."""
         return unstarted(self.error.request) if isinstance(self.error, OutOfTime) else self.error
 
 

@@ -139,7 +139,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
 def kept_features(options: Options, objective: Any, batches: corpus.Batches, weights: Any,
                   console: Console) -> KeptFeatures:
-    """Returns the batches with the target's states, from a file of the output directory."""
+    """Returns the batches with the target's states, from a file of the output directory.
+
+    Raises:
+        ValueError: a drafter that reads more of the target, or the disk has no room.
+    """
     if not isinstance(objective, KEEPS):
         raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
                          "states; takes False")

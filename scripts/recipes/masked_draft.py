@@ -58,7 +58,11 @@ class MaskedDraft:
 
 
 def masked_draft(options: Options, lm: Any) -> MaskedDraft:
-    """Returns the draft model that `options` asks for, beside a target with the same vocabulary."""
+    """Returns the draft model that `options` asks for, beside a target.
+
+    Raises:
+        ValueError: it cannot be trained, or has another vocabulary than the target.
+    """
     draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if options.draft is None else
                     dx.load(options.draft, dtype="float32"))
     if draft.vocab_size != lm.vocab_size:

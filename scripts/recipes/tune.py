@@ -70,7 +70,11 @@ def ends_of(lm: Any) -> tuple[int, ...]:
 
 
 def rule_of(options: Options) -> Any:
-    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names."""
+    """Returns the rule that selects answers: `--select`, or the best by the function that `--quality` names.
+
+    Raises:
+        ValueError: `--quality` names no function of a file.
+    """
     if options.quality is None:
         return options.select
     file, _, name = options.quality.rpartition(":")
@@ -98,7 +102,11 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
 
 def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
     """Returns the mask token of an any-subset model, which no text may have: `--mask`, the padding token, or if that
-    also begins or ends texts, the last token that the data does not have."""
+    also begins or ends texts, the last token that the data does not have.
+
+    Raises:
+        ValueError: the data has all tokens.
+    """
     if options.mask is not None:
         return options.mask
     if lm.pad not in (*ends_of(lm), lm.bos):

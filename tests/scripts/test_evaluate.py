@@ -10,6 +10,8 @@ import pytest
 
 import decodax as dx
 from decodax.bench import grid as systems
+from decodax.bench.cache_accuracy import needles, run
+from decodax.bench.problems import prose, recall
 from decodax.bench.problems import puzzles as problems
 from decodax.models import Transformer, llama
 from decodax.train.export import export_model
@@ -90,3 +92,24 @@ def test_a_system_that_fails_has_its_error_in_its_row(model):
     (got,) = systems.run(lm, [systems.Point("x", "x", broken)], ["copy"], problems=2)
     assert got.error == "ValueError: block: got 7" and got.cells()[2] == "failed"
     assert len(got.cells()) == len(systems.COLUMNS)
+
+
+def test_questions_in_english_measure_caches_of_any_model():
+    lm = dx.load("pycode-draft")
+    for probe, problem in zip(needles(lm, "prose", 64, 4), prose.problems(4, 64, 1000), strict=True):
+        assert lm.tokenizer.decode(probe.tokens[probe.start:probe.stop]).strip() == problem.answer
+        assert lm.tokenizer.decode(probe.tokens[:probe.start]) == problem.context[:problem.context.index(
+            f" {problem.answer}")]
+    rows = run(lm, ["snapkv"], removed=(0.5,), modes=("aware",), tasks=["prose"], problems=1, length=64, seeds=(0,))
+    assert [(row.policy, row.task) for row in rows] == [("dense", "prose"), ("snapkv", "prose")]
+    assert rows[0].kept == 1 and 0.2 < rows[1].kept < 0.6
+    with pytest.raises(ValueError, match="tasks: got prose, copy; takes"):
+        run(lm, [], tasks=["prose", "copy"])
+
+
+def test_needles_of_the_shipped_model_lie_where_their_words_do():
+    for probe, problem in zip(needles(dx.load("recall"), "needle", 64, 4), recall.problems("needle", 4, 64, 1000),
+                              strict=True):
+        start = problem.context.split().index(problem.question.split()[1]) + 1
+        assert list(probe.tokens) == [recall.ID[word] for word in problem.prompt.split()]
+        assert (probe.start, probe.stop) == (start, start + 4)

@@ -90,7 +90,7 @@ def compile_round(s: Setup) -> Compiled:
     except jax.errors.JaxRuntimeError as error:      # libtpu 0.0.51 cannot print some asynchronous copies
         return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, None, True, _first(error))
     program = parse(text)
-    outer, _, trips = loops(s, program)
+    outer, trips = loops(s, program)
     body = (outer.attribute("body") or "") if outer is not None else program.entry
     waits = total(program, trips, lambda computation, x: int(x.opcode in WAITING), within=body)
     largest = lambda computation, x: max(b.bytes for b in x.result) if x.opcode in WAITING else 0
@@ -118,10 +118,9 @@ def skipped(s: Setup, program: Program) -> int:
     return total
 
 
-def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Instruction], bool],
-                                                Callable[[Instruction], int]]:
-    """Returns the decoding loop of a compiled round, a function that is True for loops over the blocks of the cache,
-    and one that returns the number of iterations of a loop in a call of one round."""
+def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Instruction], int]]:
+    """Returns the decoding loop of a compiled round, and a function that returns the number of iterations of a loop in
+    a call of one round."""
     sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
         if s.algorithm.traits.caches else set()
     blocks, experts = -(-s.live // block_of(s.capacity, WIDE_BLOCK)), blocks_of_experts(s)
@@ -141,7 +140,7 @@ def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Ins
         return experts.get(count, count) if any(x.opcode == "conditional" for x in program.computations[
             loop.attribute("body") or ""].values()) else count
 
-    return outer, walks, trips
+    return outer, trips
 
 
 def _first(error: Exception) -> str:

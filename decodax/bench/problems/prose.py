@@ -12,7 +12,8 @@ them and begins its answer, so that base models answer, too.
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+
+from decodax.bench.problems.recall import RecallProblem
 
 FILLER = """The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. Birds sing in the
 morning. The river runs to the sea. Bread is made of flour. Cats sleep all day. The train leaves at noon. Snow falls in
@@ -23,13 +24,10 @@ Denver Seattle Havana Delhi""".split()
 NEEDLES = 4
 
 
-class ProseProblem(NamedTuple):
+class ProseProblem(RecallProblem):
     """A question on a text, with the number that answers it."""
 
-    task: str
-    question: str
-    answer: str
-    context: str
+    __slots__ = ()
 
     @property
     def prompt(self) -> str:

@@ -65,8 +65,13 @@ def check_further(path: Path, config: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the tensors of a layer for multi-token prediction are: the prefix of the layer's tensors, that of its
-    MLP's, and the name of each other tensor by the weight's path."""
+    """Names of the tensors of a layer for multi-token prediction in a checkpoint.
+
+    Attributes:
+        first: the beginning of the names of the layer's tensors.
+        second: the beginning of those of its MLP.
+        around: the names of the other tensors, by the paths of the weights.
+    """
 
     first: str
     second: str

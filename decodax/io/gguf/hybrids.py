@@ -10,8 +10,7 @@ import numpy as np
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, Entries, depth, experts, routed, scaled
-from decodax.io.gguf.views import LATENT as KEYS_AND_VALUES
-from decodax.io.gguf.views import SCAN, SHORT, Stored, delta, ssd
+from decodax.io.gguf.views import KEYS_AND_VALUES, SCAN, SHORT, Stored, delta, ssd
 
 
 def _attending(m: Metadata) -> list[bool]:

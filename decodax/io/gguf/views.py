@@ -101,7 +101,7 @@ def of_heads(values: bool) -> Order:
     return order
 
 
-LATENT: dict[str, Stored] = {
+KEYS_AND_VALUES: dict[str, Stored] = {
     "attn.k_b.kernel": Stored("attn_k_b.weight", turn=expanded, older=Stored(
         "attn_kv_b.weight", rows=of_heads(False))),
     "attn.v_b.kernel": Stored("attn_v_b.weight", older=Stored("attn_kv_b.weight", rows=of_heads(True)))}
@@ -164,4 +164,4 @@ STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
 XIELU = {f"mlp.act.{name}": Stored(f"xielu.{name}", entry=True) for name in ("alpha_p", "alpha_n", "beta", "eps")}
 """The parameters of the activation xIELU (Apertus)."""
 
-__all__ = ["LATENT", "SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]
+__all__ = ["KEYS_AND_VALUES", "SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]

@@ -38,8 +38,8 @@ ENDS_FROM = 16
 
 
 class Tuned:
-    """What a tuning run trains: here all weights of a model `lm`. Measures the cross-entropy of next tokens, and with
-    `exits` also that of the network cut after each layer.
+    """The weights that a tuning run trains, and how they are measured. This class trains all weights of the model
+    `lm` and measures the cross-entropy of next tokens; with `exits` also that of the network cut after each layer.
 
     `start` are the first weights, `use` is how the card says that the result is loaded, and `rounded` is False for
     weights that are shipped in float32.

@@ -68,7 +68,7 @@ def test_a_drafters_loop_counts_as_often_as_it_runs_even_if_its_cache_has_the_ta
                                  mesh=SimpleNamespace(shape={}),
                                  algorithm=SimpleNamespace(traits=SimpleNamespace(caches=True)),
                                  lm=SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(layers=()))))
-    trips = loops(setup, program)[2]
+    trips = loops(setup, program)[1]
     assert trips(program.computations["main"]["drafts"]) == 6
     assert trips(program.computations["main"]["blocks"]) == 1
 
