@@ -21,8 +21,9 @@ INPUTS = {"attn": ("o",), "mlp": ("down",)}
 def head_shardings(head: DraftHead, weights: Weights, mesh: Mesh | AbstractMesh, axis: str = MODEL) -> Any:
     """Returns a `NamedSharding` for each weight of a head.
 
-    Attention heads, MLPs, the vocabulary matrix and the projection of the target's layers are divided over `axis` where
-    it divides them; the rest is replicated, and so are packed kernels.
+    Attention heads, MLPs and the vocabulary matrix are divided over `axis` where it divides them. The rest is
+    replicated: packed kernels, and the projection of the target's layers, since its divided outputs make XLA divide the
+    residual stream and exchange it 15 times a draft.
 
     Args:
         head: the head.
@@ -38,7 +39,7 @@ def head_shardings(head: DraftHead, weights: Weights, mesh: Mesh | AbstractMesh,
         *_, part, name, _ = ("", "", *(str(step.key) for step in path if isinstance(step, jax.tree_util.DictKey)))
         spec = PartitionSpec()
         if not isinstance(x, Packed) and len(x.shape) == 2 and (part != "attn" or whole):
-            if name in OUTPUTS.get(part, ()) or name in ("lm_head", "taps"):
+            if name in OUTPUTS.get(part, ()) or name == "lm_head":
                 spec = PartitionSpec(None, axis)
             elif name in INPUTS.get(part, ()):
                 spec = PartitionSpec(axis, None)
