@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from decodax import __version__
 from decodax.cli import generation, planning
 from decodax.cli.arguments import TASKS, parser
-from decodax.cli.common import DRAFT, UsageError, keep_programs, naming_the_argument, table
+from decodax.cli.common import DRAFT, UsageError, keep_programs, naming_the_argument, table, weight_format
 from decodax.cli.contenders import contender_of, drafts_named, parted, systems_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def compare(args: argparse.Namespace) -> None:
     with naming_the_argument():
         models, trained = parted(args.draft)
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
-    lm = dx.load(args.model, weights=args.weights)
+    lm = dx.load(args.model, weights=weight_format(args.weights))
     with naming_the_argument():
         drafters: dict[str, Any] = {}
         for one in (dx.load_drafter(path, lm, weights=args.draft_weights) for path in trained):

@@ -96,3 +96,15 @@ def naming_the_argument() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise UsageError(error) from error
+
+
+def weight_format(text: str | None) -> Any:
+    """Returns the weight format of `--weights NAME[:OPTION=VALUE,...]`; None without one.
+
+    Raises:
+        UsageError: an unknown format or option, or a format that needs calibration data.
+    """
+    from decodax.models.formats import without_data
+
+    with naming_the_argument():
+        return without_data(text)

@@ -8,7 +8,7 @@ import pathlib
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from decodax.cli.common import DRAFT, MODEL, UsageError, naming_the_argument
+from decodax.cli.common import DRAFT, MODEL, UsageError, naming_the_argument, weight_format
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -36,8 +36,9 @@ def add_model(p: argparse.ArgumentParser) -> None:
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
     p.add_argument("--adapter", metavar="DIR", help="an adapter in peft's layout")
-    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
-                   help="how the weights are kept and read (default: as --dtype, or as a GGUF file has them)")
+    p.add_argument("--weights", metavar="FORMAT[:OPTION=VALUE,...]",
+                   help="how the weights are kept and read, such as int8 or int4:group=32 (default: as --dtype, or as "
+                        "a GGUF file has them)")
 
 
 def add(p: argparse.ArgumentParser) -> None:
@@ -146,7 +147,7 @@ def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algori
 
     with naming_the_argument():
         named = ALGORITHMS.read(args.algorithm) if args.algorithm else None
-    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights, adapter=args.adapter, mesh=mesh)
+    lm = dx.load(args.model, dtype=args.dtype, weights=weight_format(args.weights), adapter=args.adapter, mesh=mesh)
     if named is None:
         return lm, None
     with naming_the_argument():

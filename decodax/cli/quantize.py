@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -54,9 +53,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--data: not UTF-8 text ({error})") from error
     import decodax as dx
     from decodax.io.load import find
+    from decodax.models.formats import read_format
 
     with naming_the_argument():
-        own = _format(args.weights)
+        own = read_format(args.weights)
     lm = dx.load(args.model, dtype="float32")
     with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())
@@ -79,13 +79,3 @@ def _dtype(directory: Path | None) -> str:
     files = Files(directory)
     kinds = [files.slice(name).get_dtype() for name in files.home]
     return DTYPES.get(max(set(kinds), key=kinds.count), "float32")
-
-
-def _format(text: str) -> Any:
-    """Returns the weight format described by `NAME[:OPTION=VALUE,...]`."""
-    from decodax.common.options import options_of
-    from decodax.common.strings import parse_options
-    from decodax.models.formats import read_format
-
-    own: Any = read_format(text.partition(":")[0])
-    return dataclasses.replace(own, **parse_options(text, options_of(type(own)), "weights"))

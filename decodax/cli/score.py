@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli.common import MODEL, UsageError, keep_programs, table
+from decodax.cli.common import MODEL, UsageError, keep_programs, table, weight_format
 
 EXAMPLES = """\
 examples:
@@ -33,8 +33,9 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
-    p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
-                   help="how the weights are kept and read (default: as --dtype, or as a GGUF file has them)")
+    p.add_argument("--weights", metavar="FORMAT[:OPTION=VALUE,...]",
+                   help="how the weights are kept and read, such as int8 or int4:group=32 (default: as --dtype, or as "
+                        "a GGUF file has them)")
     p.add_argument("--lines", action="store_true", help="each line that is not blank is a text")
     p.add_argument("--window", type=int, metavar="N",
                    help="tokens that a prediction sees at most (default: as many as the model was made for)")
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     keep_programs()
     import decodax as dx
 
-    lm = dx.load(args.model, dtype=args.dtype, weights=args.weights)
+    lm = dx.load(args.model, dtype=args.dtype, weights=weight_format(args.weights))
     window = lm.model.trained_positions if args.window is None else args.window
     # a BOS token before the text lets its first token count
     texts: list[Any] = [text if lm.bos is None else ("", text) for _, text in named]

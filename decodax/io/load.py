@@ -315,8 +315,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             are set for it.
         tokenizer: another tokenizer, or a directory that holds one. None: the directory's tokenizer.json, or no
             tokenizer if the directory has no tokenizer files at all.
-        weights: the format in which the weights are stored and multiplied: "int8", "int4", "fp8", "bfloat16", "float16"
-            or "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
+        weights: the format in which the weights are stored and multiplied, one of `decodax.models.formats.FORMATS` such
+            as "int8" or "int4:group=32", or a `Format`; activations and cache keep `dtype`. None: arrays of
             `dtype`, or the format of a quantised checkpoint, of a directory that `decodax.save` wrote or of a GGUF
             file. On CPU half precision is a format, since XLA emulates half-precision products there.
         adapter: the directory of a LoRA in peft's layout. It is added to the weights, or kept separate if they are

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 from typing import Any
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from decodax.common import registry
+from decodax.common.options import options_of
+from decodax.common.strings import parse_options
 from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, ShiftedGroups
 from decodax.models.formats.glvq import GLVQ, Lattice
@@ -72,20 +75,24 @@ KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
 
 
 def read_format(weights: str | Format | ModelFormat | None) -> Format | ModelFormat | None:
-    """Returns the format with a name; a format object is returned unchanged.
+    """Returns the format that a string `NAME[:OPTION=VALUE,...]` names; a format object is returned unchanged.
 
     Raises:
-        ValueError: an unknown name; the message lists similar ones.
+        ValueError: an unknown name or option; the message lists similar ones.
 
     >>> read_format("int8")
     Int8()
+    >>> read_format("int4:group=32")
+    Int4(group=32)
     """
     if weights is None or isinstance(weights, Format | ModelFormat):
         return weights
-    known: dict[str, Format | ModelFormat] = {**FORMATS, **MODEL_FORMATS}
-    if weights in known:
-        return known[weights]
-    near = difflib.get_close_matches(str(weights), known, n=1, cutoff=0.4)
+    known: dict[str, Any] = {**FORMATS, **MODEL_FORMATS}
+    name = str(weights).partition(":")[0]
+    if name in known:
+        own = known[name]
+        return dataclasses.replace(own, **parse_options(str(weights), options_of(type(own)), "weights"))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     raise ValueError(f"weights: got {weights!r}, takes {', '.join(map(repr, known))} or a Format"
                      + (f"; did you mean {near[0]!r}?" if near else ""))
 

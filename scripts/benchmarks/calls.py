@@ -143,9 +143,9 @@ def constraints(args: argparse.Namespace) -> None:
         "free": {}, "constrained": dict(constraint=dx.constraints.regex(r"(?s).*")),
         "by a matcher on the host": dict(constraint=dx.constraints.grammar('start: text\ntext: | /(?s:.)/ text'))}
     prompts = BEGINNINGS * (args.batch // 4 or 1)
-    times = steps(dx.load("pycode"), prompts, ways, args.repeats, max_new_tokens=128, min_new_tokens=128,
-                  temperature=1.0)
-    show_table((f"a round of pycode, {len(prompts)} rows", "ms", "over free"),
+    lm = dx.load(args.model)
+    times = steps(lm, prompts, ways, args.repeats, max_new_tokens=128, min_new_tokens=128, temperature=1.0)
+    show_table((f"a round of {lm.name}, {len(prompts)} rows", "ms", "over free"),
                [(name, f"{median(x):.2f}", f"{median(x) / median(times['free']):.3f}") for name, x in times.items()])
 
 

@@ -371,6 +371,21 @@ def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys:
                                        weights: str, message: str) -> None:
     assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "text").write_text("def f(x):")
+    for command in (["generate", "def f("], ["score", str(tmp_path / "text")], ["compare", "prompt-lookup"]):
+        assert main([*command, "--model", str(tiny_model), "--weights", weights]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_options_of_a_format_are_taken_by_every_command(tiny_model: Path, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("def f(x):")
+    command = ["score", str(tmp_path / "text"), "--json", "--model", str(tiny_model)]
+    found = []
+    for weights in ("int4:group=16", "int4:group=32"):
+        assert main([*command, "--weights", weights]) == 0
+        found.append(json.loads(capsys.readouterr().out)["all"]["perplexity"])
+    assert found[0] != found[1]
 
 
 def test_a_format_of_drafters_needs_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
