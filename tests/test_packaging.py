@@ -1,6 +1,7 @@
 import importlib
 import re
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_every_public_name_exists_and_is_listed() -> None:
         home = importlib.import_module(decodax._HOME[name])
         own = vars(home).get(name) or importlib.import_module(f"{home.__name__}.{name}")
         assert getattr(decodax, name) is own and name in dir(decodax)
+
+
+@pytest.mark.parametrize("namespace", sorted(name for name in decodax.__all__
+                                              if isinstance(getattr(decodax, name), types.ModuleType)))
+def test_every_name_that_a_namespace_lists_is_an_attribute(namespace: str) -> None:
+    found = getattr(decodax, namespace)
+    assert not [name for name in dir(found) if not hasattr(found, name)]
 
 
 @pytest.mark.parametrize("shelf", ["algorithms", "caches", "search", "select", "constraints"])

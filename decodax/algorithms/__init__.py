@@ -16,7 +16,7 @@ from typing import Any
 
 from decodax.common.registry import ALGORITHMS
 
-_PACKAGES = ("beams", "contrastive", "diffusion", "entries", "parallel", "speculative")
+_PACKAGES = ("beams", "contrastive", "diffusion", "parallel", "speculative")
 
 __all__ = ["find", "make", "names", "parse", "register"]
 
