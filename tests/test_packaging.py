@@ -39,8 +39,17 @@ def test_every_public_name_exists_and_is_listed() -> None:
         assert getattr(decodax, name) is own and name in dir(decodax)
 
 
-@pytest.mark.parametrize("namespace", sorted(name for name in decodax.__all__
-                                              if isinstance(getattr(decodax, name), types.ModuleType)))
+NAMESPACES = sorted(name for name in decodax.__all__ if isinstance(getattr(decodax, name), types.ModuleType))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_namespace_lists_its_public_names_alone(namespace: str) -> None:
+    found = getattr(decodax, namespace)
+    entries = SHELVES[namespace].identifiers() if namespace in SHELVES else []
+    assert dir(found) == sorted({*found.__all__, *entries})
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
 def test_every_name_that_a_namespace_lists_is_an_attribute(namespace: str) -> None:
     found = getattr(decodax, namespace)
     assert not [name for name in dir(found) if not hasattr(found, name)]

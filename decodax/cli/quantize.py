@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     from decodax.models.formats import read_format
 
     with naming_the_argument():
-        own = read_format(args.weights)
+        own: Any = read_format(args.weights)
     lm = dx.load(args.model, dtype="float32")
     with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())
