@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 def entries() -> dict[str, list[Entry]]:
     """Returns the entries of each listing by its name ("algorithms", "caches", ...), in the order of their families."""
     from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, FORMATS, FUNCTIONS, SEARCHES, SELECTS
-    from decodax.io.load import listed_models
+    from decodax.io.cards import listed_models
 
     place = lambda entry: FAMILIES.index(entry.family) if entry.family in FAMILIES else len(FAMILIES)
     grouped = lambda shelf: sorted(shelf, key=place)

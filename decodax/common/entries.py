@@ -53,6 +53,7 @@ class Entry:
         summary: one sentence.
         family: group in which listings show it.
         guarantee: guarantee of the output with the default options; the object that is made may state another one.
+            Empty for a model.
         needs: models that `make` takes beside options.
         alias_of: the entry of which this is another name, or None. An alias makes the same thing; its summary says what
             its own paper adds.
@@ -69,7 +70,7 @@ class Entry:
     authors: str
     summary: str
     family: str = ""
-    guarantee: Guarantee = "approximate"
+    guarantee: Guarantee | Literal[""] = "approximate"
     needs: Needs = "nothing"
     alias_of: str | None = None
     module: str = ""

@@ -136,6 +136,15 @@ def test_an_entry_is_shown_with_its_paper_and_options(capsys: pytest.CaptureFixt
     assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel_size: a whole number from 1" in shown
 
 
+def test_a_model_is_shown_by_its_card(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = listed(capsys, "pycode")
+    assert "A Llama-shaped language model for Python source" in shown and 'dx.load("pycode")' in shown
+    assert "Loads a shipped model" not in shown and "name_or_dir" not in shown
+    models = {entry["name"]: entry for entry in json.loads(listed(capsys, "models", "--json"))}
+    assert models["recall"]["summary"].endswith("in the manner of RULER (Hsieh et al. 2024)")
+    assert {entry["guarantee"] for entry in models.values()} == {""}
+
+
 def test_samples_are_told_apart(generate: Run) -> None:
     args = ["x", "--temperature", "1", "--num-samples", "3"]
     texts = as_json(generate, *args)["text"]
