@@ -32,10 +32,6 @@ examples:
   decodax list snapkv                 one entry, with its options
 """
 
-FAMILIES = ("ar-sampling", "speculative-linear", "speculative-tree", "speculative-self", "parallel-jacobi",
-            "masked-diffusion", "diffusion-cache", "search", "evict", "quantize", "sparse")
-"""Families that listings show first."""
-
 
 def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[argparse.Namespace], None],
         epilog: str) -> None:
@@ -81,16 +77,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def entries() -> dict[str, list[Entry]]:
-    """Returns the entries of each listing by its name ("algorithms", "caches", ...), in the order of their families."""
+    """Returns the entries of each listing by its name ("algorithms", "caches", ...): by family, the most used of each
+    first."""
+    from decodax.common.order import ordered
     from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, FORMATS, FUNCTIONS, SEARCHES, SELECTS
     from decodax.io.cards import listed_models
 
-    place = lambda entry: FAMILIES.index(entry.family) if entry.family in FAMILIES else len(FAMILIES)
-    grouped = lambda shelf: sorted(shelf, key=place)
-    return {"algorithms": grouped(ALGORITHMS.values()), "caches": grouped(CACHES.values()),
-            "searches": grouped(SEARCHES.values()), "selects": list(SELECTS.values()),
-            "functions": list(FUNCTIONS.values()), "constraints": list(CONSTRAINTS.values()),
-            "formats": list(FORMATS.values()), "models": listed_models()}
+    shelves = {"algorithms": ALGORITHMS, "caches": CACHES, "searches": SEARCHES, "selects": SELECTS,
+               "functions": FUNCTIONS, "constraints": CONSTRAINTS, "formats": FORMATS}
+    return {**{kind: ordered(shelf.values()) for kind, shelf in shelves.items()}, "models": ordered(listed_models())}
 
 
 def as_json(entry: Entry) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax import cli
+from decodax.common.order import COMMON
 from decodax.common.registry import ALGORITHMS, SHELVES
 from decodax.io.load import LM
 from tests.algorithms.diffusion import toy
@@ -126,6 +127,18 @@ def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> 
         """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told == [*ALGORITHMS, "early"]
+
+
+def test_names_begin_with_the_most_used_of_each_family() -> None:
+    known = {*dx.zoo(), *(name for shelf in SHELVES.values() for name in shelf)}
+    assert set(COMMON) <= known
+    assert dx.caches.names("evict")[:2] == ["snapkv", "h2o"] and dx.caches.names()[0] == "snapkv"
+    assert dx.algorithms.names()[:3] == ["autoregressive", "prompt-lookup", "speculative-decoding"]
+    for shelf in SHELVES.values():
+        assert sorted(shelf.names()) == sorted(shelf)
+        for family in {entry.family for entry in shelf.values()}:
+            common = [name in COMMON for name in shelf.names(family)]
+            assert common == sorted(common, reverse=True)
 
 
 def test_the_package_shows_its_api_alone() -> None:
