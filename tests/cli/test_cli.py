@@ -114,14 +114,23 @@ def test_everything_that_has_a_name_is_listed(capsys: pytest.CaptureFixture[str]
     for name, shelf in SHELVES.items():
         assert set(re.findall(r"\S+", shown)) >= set(shelf), name
     assert {"pycode", "sums"} < set(shown.split())
-    assert max(map(len, shown.splitlines())) <= 100
+    assert max(map(len, shown.splitlines())) <= 100 and len(shown.splitlines()) <= 80
+
+
+def test_all_listings_show_names_and_one_listing_says_what_each_does(capsys: pytest.CaptureFixture[str],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown, line = listed(capsys), re.compile(r"^snapkv .*latest queries.* approximate$", re.MULTILINE)
+    assert re.search(r"^evict +snapkv  h2o  ", shown, re.MULTILINE) and "approximate" not in shown
+    assert line.search(listed(capsys, "caches")) and line.search(listed(capsys, "--family", "evict"))
 
 
 def test_a_listing_fits_the_columns_that_a_pipe_is_given(capsys: pytest.CaptureFixture[str],
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (80, 140):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert width - 20 < max(map(len, listed(capsys, "caches").splitlines())) <= width
+        for args in ([], ["caches"]):
+            assert width - 20 < max(map(len, listed(capsys, *args).splitlines())) <= width
 
 
 def test_a_listing_has_options_as_json(capsys: pytest.CaptureFixture[str]) -> None:
