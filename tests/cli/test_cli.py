@@ -384,7 +384,7 @@ def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(("weights", "message"), [
     ("int9", "weights: got 'int9', takes 'int8'"),
     ("int4:groups=8", "weights: 'int4' takes no option 'groups'; takes "),
-    ("int4:group=1", "group: got 1, takes 2 or more"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
+    ("int4:group=1", "group: got 1, takes a whole number from 2"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
 def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                        weights: str, message: str) -> None:
     assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2

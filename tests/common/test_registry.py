@@ -1,6 +1,7 @@
 """One table of methods, which anybody fills at any time."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,6 +173,7 @@ def test_help_says_what_an_entry_does_its_options_its_paper_and_a_call(shelf: st
         assert all(f"    {name}: " in text for name in entry.options), entry.name
         assert f"=dx.{shelf}.{entry.identifier}(" in text, entry.name
         assert " at 0x" not in text, entry.name
+        assert " at 0x" not in pydoc.render_doc(getattr(getattr(dx, shelf), entry.identifier)), entry.name
 
 
 @pytest.mark.wide

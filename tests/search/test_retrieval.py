@@ -64,7 +64,7 @@ def test_the_tree_keeps_the_question_whose_rollouts_are_best() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(way="x"), "way: got 'x'"), (dict(way="tree", n=5), "rollouts: got 2 for 5 rows"),
-    (dict(rounds=0), "n, rounds")])
+    (dict(rounds=0), "rounds: got 0")])
 def test_bad_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search.make("corag", retrieve=retrieve, **options)
