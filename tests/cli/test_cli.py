@@ -94,7 +94,7 @@ def test_constraints_and_rules_are_given_as_strings(generate: Run) -> None:
 
 
 @pytest.mark.full
-def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) -> None:
+def test_a_context_comes_before_the_prompt(generate: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b a b a b a b a b ")
     whole = as_json(generate, "a b a b a b a b a b c a b", "--max-new-tokens", "8")
     assert as_json(generate, "c a b", "--context", str(tmp_path / "text"), "--max-new-tokens", "8")["tokens"] == \
@@ -154,7 +154,7 @@ def test_a_model_is_shown_by_its_card(capsys: pytest.CaptureFixture[str]) -> Non
     assert {entry["guarantee"] for entry in models.values()} == {""}
 
 
-def test_samples_are_told_apart(generate: Run) -> None:
+def test_samples_are_printed_under_headings(generate: Run) -> None:
     args = ["x", "--temperature", "1", "--num-samples", "3"]
     texts = as_json(generate, *args)["text"]
     assert len(set(texts)) == 3

@@ -18,7 +18,7 @@ def retrieve(prompt: Any, text: str) -> str | None:
 
 
 @pytest.mark.wide
-def test_the_chain_stands_behind_which_nothing_was_found_is_least_likely() -> None:
+def test_the_chain_after_which_nothing_found_is_least_likely_is_chosen() -> None:
     method = search.CoRAG(retrieve, n=4, rounds=2, last="cc", nothing="dh")
     out = search.explore(worded("llama"), PROMPTS, method, **OPTIONS)
     plain = search.explore(worded("llama"), PROMPTS, search.WithTools(retrieve, n=4, rounds=2), **OPTIONS)
