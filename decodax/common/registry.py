@@ -46,7 +46,7 @@ class Shelf(MutableMapping[str, Entry]):
             self._read = True
             for module in self.modules:
                 importlib.import_module(module)
-            # the library's own entries stand first, in the order of their modules, whatever was imported before
+            # the library's own entries come first, in the order of their modules, whatever was imported before
             place = lambda e: next((i for i, m in enumerate(self.modules) if f"{e.module}.".startswith(f"{m}.")),
                                    len(self.modules))
             self._entries = {e.name: e for e in sorted(self._entries.values(), key=place)}

@@ -192,7 +192,7 @@ USED: list[tuple[str, Callable[[], object]]] = [
     ("texts: got one of 5 tokens, takes more than 176", lambda: fit_attention_predictor(SMALL, PROMPTS)),
     ("steps, batch, history, block, recent, rate: got 0",
      lambda: fit_attention_predictor(SMALL, [list(range(16)) * 12], steps=0)),
-    (r"cache: got \w+, which stands beside no other cache", lambda: run(
+    (r"cache: got \w+, which cannot be combined with another cache", lambda: run(
         make("retro-attention", **OPTIONS["retro-attention"]), algorithm=dx.algorithms.make("magicdec", SMALL,
                                                                                            budget=14))),
     ("lm: got a Transformer, and retro-attention takes a model each of whose", lambda: make("retro-attention").put_on(

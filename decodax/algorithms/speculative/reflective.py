@@ -68,7 +68,7 @@ class Reflective(Speculative):
             w = w.replace(hints=())
         B, N, m = s.batch, t.size, len(self.probe)
         real = t.live[:, 1:].sum(1, dtype=jnp.int32)
-        behind = s.length[:, None] + real[:, None]              # the position behind the draft
+        behind = s.length[:, None] + real[:, None]              # the position after the draft
         probe = jnp.broadcast_to(jnp.array(self.probe, jnp.int32), (B, m))
         more = jnp.arange(m + N - 1, dtype=jnp.int32)
         running = jnp.broadcast_to(s.running[:, None], (B, m))
