@@ -27,12 +27,13 @@ ROOT = DOCS.parent
 README = ROOT / "README.md"
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in
          (README, *sorted(DOCS.rglob("*.md"))) if any(blocks_of(path))
-         and (path.parent.name != "extending" or path.name == "round.md")}
+         and (path.parent.name != "extending" or path.name in ("algorithm.md", "round.md"))}
 
 QUICK = ("docs/usage/planning.md", "docs/usage/scoring.md")
 USAGE = ("README.md", "docs/coming_from.md", "docs/index.md", *(f"docs/choose/{name}.md" for name in (
     "best_of_n", "caches", "constraints", "search", "search_steps")), *(f"docs/usage/{name}.md" for name in (
-        "generate", "jobs", "meshes", "sampling", "training")), "docs/extending/round.md", *QUICK)
+        "generate", "jobs", "meshes", "sampling", "training")), "docs/extending/algorithm.md",
+         "docs/extending/round.md", *QUICK)
 
 
 def low_level(names: dict[str, Any], printed: str) -> None:
@@ -41,6 +42,9 @@ def low_level(names: dict[str, Any], printed: str) -> None:
     assert [rows.tokens[b, : rows.lengths[b]].tolist() for b in (0, 1)] == [
         given + whole.row(b).tolist() for b, given in enumerate(names["ids"])]
     assert np.asarray(rows.state.stats.rounds).tolist() == whole.stats.rounds.tolist()
+
+
+def method(names: dict[str, Any], printed: str) -> None:
     assert names["out"].status[0].name in ("DEAD_END", "LENGTH", "EOS")
     stopped, free = names["judged"]
     plain = dx.generate(names["lm"], "def fib(n):", max_new_tokens=16)
@@ -59,7 +63,8 @@ def readme(names: dict[str, Any], printed: str) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
-    "README.md": readme, "docs/extending/round.md": low_level, "docs/usage/scoring.md": scoring}
+    "README.md": readme, "docs/extending/round.md": low_level, "docs/extending/algorithm.md": method,
+    "docs/usage/scoring.md": scoring}
 """What else holds of a page: from its names, and what it printed."""
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decodax.common.registry import ALGORITHMS, CACHES, SEARCHES
+from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, SEARCHES, SELECTS
 from tests.extending.pages import DOCS, blocks_of, run_file
 
 PAGES = sorted(path.stem for path in (DOCS / "extending").glob("*.md"))
@@ -11,7 +11,7 @@ EXPERIMENTS = ["cache", "codec", "diffusion", "draft", "model", "recurrent", "se
 
 @pytest.fixture(autouse=True)
 def registries_that_forget():
-    known = [(table, set(table)) for table in (ALGORITHMS, CACHES, SEARCHES)]
+    known = [(table, set(table)) for table in (ALGORITHMS, CACHES, CONSTRAINTS, SEARCHES, SELECTS)]
     yield
     for table, names in known:
         for name in set(table) - names:
@@ -25,6 +25,11 @@ def test_the_examples_of_a_page_run(name):
     if name == "index":
         assert names["fast"].tokens.tolist() == names["plain"].tokens.tolist()
         assert names["fast"].stats.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_one_screen(name):
+    assert len((DOCS / "extending" / f"{name}.md").read_text().splitlines()) <= 75
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
