@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
+from decodax.cache.entry import KVEntry
 from decodax.cache.linear import over_text
 from decodax.common.axes import MODEL
 from decodax.common.struct import short
@@ -283,7 +284,7 @@ class Transformer(LayeredModel):
             if walk is not None:
                 return walk.over_text(), ()
             if linear is None:
-                return near(q, k, v, **options), (k, v)
+                return near(q, k, v, **options), KVEntry(k, v)
             out, encoded = over_text(linear, q, k, v, mask, where, prefix)
             if linear.rule.prefix:
                 sums.append(encoded)

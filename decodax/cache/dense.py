@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
 from decodax.core.cache import ALL, Entries, Feature, PyTree
@@ -58,7 +59,7 @@ class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
     def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:
             return self
-        kv = tuple(write(held, jnp.concatenate(entry, -1), slots)
+        kv = tuple(write(held, entry.both, slots)
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 

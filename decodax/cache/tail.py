@@ -70,7 +70,7 @@ class Tail(Sized, DraftBase):
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots - self.start[:, None], -1)
-        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), to)
+        kv = tuple(write(held, entry.both, to)
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 

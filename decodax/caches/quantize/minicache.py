@@ -22,7 +22,8 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper
 from decodax.cache.dense import dense_like
-from decodax.cache.key_values import FittedConfig, Score, empty_kv, own_entry, refuse_prefill
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import FittedConfig, Score, empty_kv, refuse_prefill
 from decodax.cache.tail import Tail
 from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES

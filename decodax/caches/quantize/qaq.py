@@ -25,7 +25,8 @@ from jax import Array, lax
 
 from decodax.cache import KVLayer
 from decodax.cache.dense import dense_like
-from decodax.cache.key_values import FittedConfig, Score, own_entry, refuse_prefill
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import FittedConfig, Score, refuse_prefill
 from decodax.cache.tail import Tail
 from decodax.caches.asking import AskingDense
 from decodax.caches.quantize.quantized import BLOCK
@@ -216,7 +217,7 @@ class PromptToEncode(AskingDense):
         newest = jnp.maximum(self.base.length, slots.max(1) + 1)[:, None]
         to = jnp.where((slots >= 0) & (slots >= newest - n), slots % n, n)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
-        queries = tuple(put(held, entry[2], to) for held, entry in zip(self.queries, entries, strict=True))
+        queries = tuple(put(held, entry.queries, to) for held, entry in zip(self.queries, entries, strict=True))
         return super().commit(entries, slots).replace(queries=queries)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]

@@ -17,7 +17,8 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig, Score, own_entry, refuse_prefill
+from decodax.cache.entry import AskedEntry, own_entry
+from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
@@ -120,7 +121,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
         if not self.rest:
             return self
         to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % self.kind.ring, -1)
-        rest = tuple(write(held, jnp.concatenate(entry[:2], -1), to) for held, entry in
+        rest = tuple(write(held, entry.both, to) for held, entry in
                      zip(self.rest, entries, strict=True))
         new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
         full = (new.length > self.length) & (new.held - (self.held - self.whole) == self.kind.ring)
@@ -225,13 +226,13 @@ class PromptToQuantize(Wrapper, LoadsPrefix):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
-        return out, (*entry, q) if self._gathers else entry
+        return out, AskedEntry.of(entry, q) if self._gathers else entry
 
     def commit(self, entries: Entries, slots: Array) -> PromptToQuantize:
-        base = self.base.commit([entry[:2] for entry in entries], slots)
+        base = self.base.commit([entry.pair for entry in entries], slots)
         if not self._gathers:
             return self.replace(base=base)
-        gathered = tuple(self.kind.codec.gather(shape, own, entry[2], slots >= 0)
+        gathered = tuple(self.kind.codec.gather(shape, own, entry.queries, slots >= 0)
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 

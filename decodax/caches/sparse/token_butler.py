@@ -32,7 +32,8 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVLayer, own_entry
+from decodax.cache.entry import KVEntry, own_entry
+from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.shapes import layers_of
@@ -256,8 +257,9 @@ class TokenButlerCache(SparseCache):
         if not self.kv:
             return self
         pairs = list(zip(self.marks, self.widths, entries, strict=True))
-        marks = tuple(None if old is None else write(old, k[..., d:], slots) for old, d, (k, _) in pairs)
-        return super().commit([(k[..., :d], v) for _, d, (k, v) in pairs], slots).replace(marks=marks)
+        marks = tuple(None if old is None else write(old, entry.keys[..., d:], slots) for old, d, entry in pairs)
+        return super().commit([KVEntry(entry.keys[..., :d], entry.values) for _, d, entry in pairs],
+                                slots).replace(marks=marks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 from jax import Array
 
 import decodax as dx
+from decodax.cache.entry import KVEntry
 from decodax.caches.sparse.specpv import SpecPVCache, SpecPVConfig
 from decodax.core.capabilities import ReadPrompt, finish_prefill, needs_refresh, prefill_cache
 from decodax.core.window import causal
@@ -27,7 +28,7 @@ def test_blocks_are_those_of_the_authors() -> None:
     cache = SpecPVConfig(20, 1, 2, 4, 8)([(2, 8)], 2, 80, jnp.float32)
     assert isinstance(cache, SpecPVCache)
     at, two = jnp.arange(61), jnp.asarray([keys, keys])
-    cache = cache.commit([(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
+    cache = cache.commit([KVEntry(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
     cache = cache.choose_blocks([jnp.asarray([q, q])], jnp.array([True, True]))
     chosen = [[sorted(x.tolist()) for x in row] for row in cache.chosen[0]]
     assert chosen == [wanted, [[-1, -1, -1, -1, 0]] * 2]

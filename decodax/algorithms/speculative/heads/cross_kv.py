@@ -19,6 +19,7 @@ from decodax.algorithms.speculative.drafts.self.self_draft import conditional
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import AttentionView
+from decodax.cache.entry import KVEntry
 from decodax.common.axes import constrain
 from decodax.common.struct import short
 from decodax.core.cache import Cache, Feature
@@ -117,7 +118,7 @@ class CrossKVDraft(ReadsTargetKeys):
         """Returns the entries of the head's cache for verified tokens, which are the nodes `source` (`i32[B, W]`) of
         the target's window; None: all of them."""
         embedded = embeddings(self.model, params.target, tokens).astype(self._dtype(params))
-        return self.head.keys_values(params.draft.head, embedded, positions),
+        return KVEntry(*self.head.keys_values(params.draft.head, embedded, positions)),
 
     def _known(self, s: State, cache: Cache) -> tuple[Any, int]:
         """Returns the cache that the cross-attention reads, and the layer in it. `cache` is the head's."""

@@ -22,6 +22,7 @@ from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft, cross_kv
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.cache.entry import KVEntry
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import short, struct
@@ -90,13 +91,14 @@ class MixtureDraft(CrossKVDraft):
     def _entries(self, params: Params, tokens: Array, positions: Array, out: Out,
                  source: Array | None) -> tuple[Any, ...]:
         shape = (*out.hidden.shape[:2], self.head.kv_layers[0].heads, self.head.kv_layers[0].width)
-        if any(len(entry) < 2 or any(x.shape != shape for x in entry[:2]) for entry in out.entries):
+        if any(not isinstance(entry, KVEntry) or entry.keys.shape != shape or entry.values.shape != shape
+               for entry in out.entries):
             raise ValueError("cache: the head reads the target's keys and values in the entries of its cache, which "
                              "has others; takes a dense cache")
-        pairs = {i: tuple(entry[:2]) for i, entry in enumerate(out.entries)}
+        pairs = {i: entry.pair for i, entry in enumerate(out.entries)}
         pairs = pairs if source is None else jax.tree.map(lambda x: take(x, source), pairs)
         return (*super()._entries(params, tokens, positions, out, source),
-                self.head.known(params.draft.head, pairs, positions))
+                KVEntry(*self.head.known(params.draft.head, pairs, positions)))
 
 
 @ALGORITHMS.register("mixture-of-attentions", "Mixture of Attentions For Speculative Decoding", "Zimmer et al. 2024",
