@@ -17,8 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
-from decodax.cache.entry import KVEntry
+from decodax.cache import Dense, KVEntry, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import MODEL
 from decodax.common.struct import short
