@@ -12,6 +12,6 @@ from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
 from decodax.cache.wrapper import Wrapper
 
-__all__ = ["AskedEntry", "AttentionView", "ConvInputs", "Dense", "Factors", "KVEntry", "KVLayer", "KeyValues", "Latest",
-           "LinearRecurrent", "LinearRule", "LinearStates", "LinearTerms", "PerLayer", "Recurrent", "Scratch", "Slotted",
-           "Wrapper", "cache_of", "dense", "empty_kv", "empty_slots", "linear_states", "own_entry"]
+__all__ = ["AskedEntry", "AttentionView", "ConvInputs", "Dense", "Factors", "KVEntry", "KVLayer", "KeyValues",
+           "Latest", "LinearRecurrent", "LinearRule", "LinearStates", "LinearTerms", "PerLayer", "Recurrent", "Scratch",
+           "Slotted", "Wrapper", "cache_of", "dense", "empty_kv", "empty_slots", "linear_states", "own_entry"]
