@@ -125,7 +125,7 @@ class Evicting(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if not self.whole:
-            refuse_prefill(self.kind.name, window)
+            refuse_prefill(self.kind.name, window.is_prefill)
         score = self.kind.selection.score
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)

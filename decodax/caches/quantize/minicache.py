@@ -112,7 +112,7 @@ class MiniCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("minicache", window)
+        refuse_prefill("minicache", window.is_prefill)
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         prompt = prefix_attention(q, window.positions, self.of_prompt(layer), self.start, **options)
         out, _ = merge(self.attend_tail(layer, q, k, v, window, sinks=sinks, **options), prompt)

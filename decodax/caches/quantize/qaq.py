@@ -168,7 +168,7 @@ class QAQCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("qaq", window)
+        refuse_prefill("qaq", window.is_prefill)
         at = window.positions
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap, sinks=sinks)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]

@@ -86,7 +86,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill(self.kind.name, window)
+        refuse_prefill(self.kind.name, window.is_prefill)
         kind, gone = self.kind, self.gone[:, None]
         at = window.positions - gone
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)

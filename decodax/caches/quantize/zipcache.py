@@ -165,7 +165,7 @@ class ZipCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("zipcache", window)
+        refuse_prefill("zipcache", window.is_prefill)
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, sinks=sinks)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)

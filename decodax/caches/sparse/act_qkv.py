@@ -36,7 +36,7 @@ from jax import Array, lax
 
 from decodax.cache.dense import write
 from decodax.cache.entry import KVEntry, MeasuredEntry, own_entry
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, refuse_prefill
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, WholePromptReader, padded, segment, slots_of
 from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.activations import LONGEST, Activations, cosines, density, divided
@@ -107,7 +107,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         if blocks is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
-        kind.check_prompt(window.is_prefill)
+        refuse_prefill(kind.name, window.is_prefill)
         if k.shape[1] > kind.room:
             raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
                              f"{k.shape[1]}; takes room={k.shape[1]} or more")

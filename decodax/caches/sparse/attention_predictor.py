@@ -30,7 +30,7 @@ from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense_like, write
 from decodax.cache.entry import AskedEntry, KVEntry, own_entry
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, refuse_prefill
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.sparse.attention_net import AttentionNet, expected
@@ -106,7 +106,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
-        self.kind.check_prompt(window.is_prefill)
+        refuse_prefill(self.kind.name, window.is_prefill)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         at = self._read(layer)

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense_like, write
 from decodax.cache.entry import own_entry
-from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths, refuse_prefill
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
@@ -148,7 +148,7 @@ class IndexedCache(SparseCache, PromptPhase):
     def is_dense(self, layer: int, is_prefill: bool) -> bool:
         found = super().is_dense(layer, False)
         if not found:
-            self.kind.check_prompt(is_prefill)
+            refuse_prefill(self.kind.name, is_prefill)
         return found
 
     @abc.abstractmethod
@@ -197,12 +197,6 @@ class SparseConfig(PaperConfig):
         if self.recent is not None and nodes > self.recent:
             raise ValueError(f"cache: {self.name} takes windows of at most its {self.recent} recent tokens, got one of "
                              f"{nodes} nodes; takes recent={nodes} or more")
-
-    def check_prompt(self, is_prefill: bool) -> None:
-        """Raises ValueError if `is_prefill` is True, for caches that do not prefill a prompt window by window."""
-        if is_prefill:
-            raise ValueError(f"cache: {self.name} needs the whole prompt at once, which a draft model does not get; "
-                             "takes another cache for the draft model")
 
     def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
         """Returns the fields of an empty `SparseCache`, by name."""
