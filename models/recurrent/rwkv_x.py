@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import KeyValues, PerLayer, Recurrent, Wrapper, empty_kv
-from decodax.cache.dense import write
+from decodax.cache.dense import write_entries
 from decodax.cache.entry import KVEntry
 from decodax.common.arguments import check_counts
 from decodax.common.struct import static, struct
@@ -187,7 +187,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
         if not self.kv:
             return self
         put = jnp.where(slots >= 0, slots - self.length[:, None] + self.count[:, None], -1)
-        kv = tuple(write(held, entry.both, put) for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, put)
         sums = tuple(added(held, entry.keys, jnp.where(put >= 0, put // self.kind.chunk, held.shape[2]))
                      for held, entry in zip(self.sums, entries, strict=True))
         length = jnp.maximum(self.length, slots.max(1) + 1)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy import fft
 
-from decodax.cache.dense import write
+from decodax.cache.dense import write_entries
 from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.caches.prefill.whole_prompt import Collected
@@ -116,7 +116,7 @@ class FreqKVCache(KeyValues, PromptPhase):
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots - self.gone[:, None], -1)
-        kv = tuple(write(held, entry.both, to) for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, to)
         new = self.replace(kv=kv, count=jnp.maximum(self.count, to.max(1) + 1))
         full = new.count >= self.kind.size
         # a loop of one trip or none, since XLA copies what a conditional writes to

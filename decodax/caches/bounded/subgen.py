@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense_like, write
+from decodax.cache.dense import Dense, dense_like, write_entries
 from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, refuse_prefill
 from decodax.cache.wrapper import Wrapper
@@ -206,7 +206,7 @@ class SubGenCache(KeyValues, PromptPhase):
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots % self.kind.slots, -1)
-        kv = tuple(write(held, entry.both, to) for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, to)
         new = self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
         full = new.length - new.done >= self.kind.slots
         # a loop of one trip or none, since XLA copies what a conditional writes to

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, write
+from decodax.cache.dense import Dense, write, write_entries
 from decodax.cache.entry import KVEntry, own_entry
 from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
@@ -117,8 +117,7 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
     def commit(self, entries: Entries, slots: Array) -> KVShareCache:
         if not self.kv:
             return self
-        kv = tuple(write(held, entry.both, slots)
-                   for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, slots)
         took = slots >= 0
         # rows that commit more than one token have none left to recompute
         given = jnp.where(took[..., None], entries[self.kind.check].weights, 0).sum(1)

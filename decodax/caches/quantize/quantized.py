@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
-from decodax.cache.dense import write
+from decodax.cache.dense import write_entries
 from decodax.cache.entry import AskedEntry, own_entry
 from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
@@ -121,8 +121,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
         if not self.rest:
             return self
         to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % self.kind.ring, -1)
-        rest = tuple(write(held, entry.both, to) for held, entry in
-                     zip(self.rest, entries, strict=True))
+        rest = write_entries(self.rest, entries, to)
         new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
         full = (new.length > self.length) & (new.held - (self.held - self.whole) == self.kind.ring)
         # a loop of one trip or none, since XLA copies what a conditional writes to

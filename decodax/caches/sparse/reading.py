@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense_like, write
+from decodax.cache.dense import Dense, dense_like, write_entries
 from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths, refuse_prefill
 from decodax.cache.wrapper import Wrapper
@@ -131,8 +131,7 @@ class SparseCache(KeyValues):
         (`i32[B, W]`); -1 drops an entry."""
         if not self.kv:
             return self
-        kv = tuple(write(held, entry.both, slots)
-                   for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, slots)
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
 
