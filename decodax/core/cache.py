@@ -204,6 +204,8 @@ class CacheConfig(abc.ABC):
         that combines both."""
         return dataclasses.replace(lm, model=lm.model.with_cache(self.of_model(lm)))
 
+    # A member of every config: four policies run the model on (KVzip, LAQ, SpecKV, SpecPC), and those that combine
+    # others have to ask them.
     def beyond(self, longest: int) -> int:
         """Returns the number of extra positions on which the model is run after a prompt of `longest` tokens. Their
         entries are not kept."""

@@ -22,8 +22,9 @@ from decodax.core.cache import Feature
 from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, Transfer, embeddings, logits_of
+from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, take
+from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
