@@ -24,7 +24,7 @@ from decodax.common.struct import short
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
-from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
+from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward, RandomWeights
 from decodax.core.window import Window
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import Keep
@@ -47,7 +47,7 @@ Weights = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(LayeredModel):
+class Transformer(LayeredModel, RandomWeights):
     """A decoder-only transformer. It is compared by value and static under jit.
 
     Attributes:

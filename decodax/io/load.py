@@ -21,7 +21,7 @@ from decodax.common.arguments import outside, shown
 from decodax.common.ids import named
 from decodax.common.registry import Entry
 from decodax.core.loaded import Loaded
-from decodax.core.types import Model
+from decodax.core.types import Model, RandomWeights
 from decodax.io.checkpoint import (
     dtype_name,
     load_diffusion,
@@ -94,8 +94,8 @@ class LM(Loaded):
         for x in leaves:
             size[str(x.dtype)] = size.get(str(x.dtype), 0) + math.prod(x.shape) * x.dtype.itemsize
         kinds = " and ".join(sorted(size, key=lambda name: -size[name])[:3])
-        found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if hasattr(
-            self.model, "init_params") else leaves      # packed weights have fewer numbers than parameters
+        found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if isinstance(
+            self.model, RandomWeights) else leaves      # packed weights have fewer numbers than parameters
         count = sum(math.prod(x.shape) for x in jax.tree.leaves(found))
         trained = self.model.trained_positions
         where = sorted({str(device) for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set})

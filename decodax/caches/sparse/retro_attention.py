@@ -293,7 +293,7 @@ class RetroAttentionConfig(PageConfig):
 
     def put_on(self, lm: Any) -> Any:
         model = lm.model
-        if not isinstance(model, LayeredModel) or any(getattr(model.config, x, False) for x in ("shared", "summing")):
+        if not isinstance(model, LayeredModel) or model.config.shared or model.config.summing:
             raise ValueError(f"lm: got a {type(model).__name__}, and retro-attention takes a model each of whose "
                              "layers attends to keys and values of its own")
         return dataclasses.replace(lm, model=Rereading(model.with_cache(self.of_model(lm))))

@@ -347,7 +347,7 @@ def layered(model: Any) -> LayeredModel:
     Raises:
         ValueError: the model does not run layer by layer, or has fewer than two layers or layers with different heads.
     """
-    if not isinstance(model, LayeredModel) or getattr(model.config, "shared", False):
+    if not isinstance(model, LayeredModel) or model.config.shared:
         raise ValueError(f"lm: got a {type(model).__name__}, takes a model that runs layer by layer, each with keys "
                          "and values of its own")
     if len({(shape.heads, shape.queries) for shape in layers_of(model)}) > 1 or len(layers_of(model)) < 2:

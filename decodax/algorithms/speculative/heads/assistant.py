@@ -44,7 +44,7 @@ class AssistantDraft(ReadsTargetKeys):
     """Drafts with an assistant.
 
     Attributes:
-        model: the target: a `LayeredModel`, or the result of `decodax.load`. Its weights are `Params.target`.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the assistant's network, an `AssistantHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.

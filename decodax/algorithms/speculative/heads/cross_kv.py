@@ -25,11 +25,12 @@ from decodax.core.cache import Cache, Feature
 from decodax.core.capabilities import tree_buffer, truncate
 from decodax.core.mesh import heads
 from decodax.core.state import State
-from decodax.core.types import Decision, LayeredModel, Out, Params, embeddings
+from decodax.core.types import Decision, Out, Params, embeddings
 from decodax.core.window import Window, causal
 from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import HeadStep
+from decodax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ReadsTargetKeys(TrainedHead):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.model, LayeredModel):
+        if not isinstance(self.model, Transformer):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
                              "values that the head reads")
         self.head.check_target(self.model.config)
@@ -56,7 +57,7 @@ class CrossKVDraft(ReadsTargetKeys):
     """Drafts with a head that attends to the target's cache.
 
     Attributes:
-        model: the target: a `LayeredModel`, or the result of `decodax.load`. Its weights are `Params.target`.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the head's network, a `CrossKVHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
