@@ -180,11 +180,10 @@ class FromAuxiliary(DraftedConfig):
 
     maps: KVMaps
 
-    def put_on(self, lm: Any) -> Any:
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
         self.maps.check(*both_layers(lm, self.draft))
-        made = super().put_on(lm)
-        own, weights = made.params
-        return dataclasses.replace(made, params=(own, (weights, self.maps)))
+        model, (own, weights) = super().wrap_model(lm)
+        return model, (own, (weights, self.maps))
 
 
 @CACHES.register("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
