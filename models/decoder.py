@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.core.types import CanvasNodes, PartialForward, Transfer
+from decodax.core.types import CanvasNodes, PartialForward
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer, Keep
 from decodax.models.config import DecoderConfig
+from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.echoes import Echoes, Near
 from decodax.models.images import Images
 from decodax.models.layers import Linear, Norm, optional, weight

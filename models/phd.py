@@ -26,7 +26,7 @@ from decodax.common.arguments import check_counts
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, Feature, PyTree
 from decodax.core.capabilities import Draftable
-from decodax.core.types import CacheKind, Out, ShowsWeights
+from decodax.core.types import CacheKind, Out, RandomWeights, ShowsWeights
 from decodax.core.window import Window
 from decodax.models.config import DecoderConfig
 from decodax.models.transformer import Transformer, Weights
@@ -99,7 +99,7 @@ class Copies:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phd(ShowsWeights):
+class Phd(ShowsWeights, RandomWeights):
     """A transformer that processes each token several times.
 
     Attributes:

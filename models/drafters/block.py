@@ -231,7 +231,7 @@ class BlockNetwork(nnx.Module):
         self.embed = weight(rngs, (h.tokens, c.width), ("vocab", "embed")) if h.own_table else None
         self.mask = weight(rngs, (c.width,), ("embed",)) if h.mask is None else None
         self.correction: Any = None if h.correction is None else h.correction.module(h.sizes, rngs)
-        table = getattr(self.correction, "table", None)
+        table = None if self.correction is None else self.correction.table
         if h.confidence == "token" and table is None:
             raise ValueError("confidence: got 'token', takes a head with a Markov correction")
         wide = c.width + (table.shape[1] if table is not None and h.confidence == "token" else 0)

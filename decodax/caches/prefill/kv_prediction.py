@@ -45,6 +45,8 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.models.phd import Phd
+from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import BLOCK
 
 
@@ -176,11 +178,10 @@ class FromAuxiliary(DraftedConfig):
 
     maps: KVMaps
 
-    def put_on(self, lm: Any) -> Any:
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
         self.maps.check(*both_layers(lm, self.draft))
-        made = super().put_on(lm)
-        own, weights = made.params
-        return dataclasses.replace(made, params=(own, (weights, self.maps)))
+        model, (own, weights) = super().wrap_model(lm)
+        return model, (own, (weights, self.maps))
 
 
 @CACHES.register("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
@@ -213,7 +214,7 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
         taken(name, each, Loaded, "a model with its weights, as decodax.load gives it")
         if each.diffusion is not None:
             raise ValueError(f"{name}: got {each.name!r}, which fills masks, takes one that reads from left to right")
-        if getattr(getattr(each.model, "config", None), "shared", False):
+        if isinstance(each.model, Transformer | Phd) and each.model.config.shared:
             raise ValueError(f"{name}: got a model with layers that read the keys and values of others, takes one "
                              "whose layers have their own")
         layers = _layers(each.model)
@@ -221,7 +222,7 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
             raise ValueError(f"{name}: got a model with dual chunk attention, takes one without: its keys cannot be "
                              "turned back to position 0")
         found.append(layers)
-    ours, theirs = getattr(lm, "tokenizer", None), getattr(auxiliary, "tokenizer", None)
+    ours, theirs = lm.tokenizer, auxiliary.tokenizer
     if ours is not None and theirs is not None:
         if not _same_tokens(ours, theirs):
             raise ValueError(f"auxiliary: got {auxiliary.name!r}, whose tokens are not those of {lm.name!r}; takes a "

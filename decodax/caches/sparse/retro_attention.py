@@ -37,7 +37,8 @@ from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import Draftable
-from decodax.core.types import LayeredModel, Out
+from decodax.core.loaded import Loaded
+from decodax.core.types import LayeredModel, Model, Out
 from decodax.core.window import Window, each_node, take
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
@@ -307,12 +308,12 @@ class RetroAttentionConfig(PageConfig):
     score: ClassVar[PageScore] = KeyBounds()
     alone: ClassVar[bool] = True
 
-    def put_on(self, lm: Any) -> Any:
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
         model = lm.model
-        if not isinstance(model, LayeredModel) or any(getattr(model.config, x, False) for x in ("shared", "summing")):
+        if not isinstance(model, LayeredModel) or model.config.shared or model.config.summing:
             raise ValueError(f"lm: got a {type(model).__name__}, and retro-attention takes a model each of whose "
                              "layers attends to keys and values of its own")
-        return dataclasses.replace(lm, model=Rereading(model.with_cache(self.of_model(lm))))
+        return Rereading(model.with_cache(self.of_model(lm))), lm.params
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         parts, w = self.parts(shapes, batch, size, dtype, inputs), self.window

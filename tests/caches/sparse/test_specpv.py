@@ -15,6 +15,7 @@ from decodax.cache.entry import KVEntry
 from decodax.caches.sparse.specpv import SpecPVCache, SpecPVConfig
 from decodax.core.capabilities import ReadPrompt, finish_prefill, needs_refresh, prefill_cache
 from decodax.core.window import causal
+from decodax.engine.methods import with_cache
 from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 
 FEW = SpecPVConfig(budget=8, sinks=1, window=1, block_size=4, buffer=5)
@@ -118,7 +119,7 @@ SNAP = dx.caches.make("snapkv", budget=14, window_size=4)
 @pytest.mark.parametrize(("answers", "drafts"), [(FEW, SNAP), (None, FEW)], ids=["answers", "drafts"])
 def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any, drafts: Any) -> None:
     """And gives the tokens of plain decoding on the cache that answers."""
-    lm = SMALL if answers is None else answers.put_on(SMALL)
+    lm = SMALL if answers is None else with_cache(SMALL, answers)
     own = dx.Speculative(dx.drafts.OwnCache(SMALL, drafts))
     plain, drafted = (dx.generate(lm, PROMPTS, algorithm=alg, max_new_tokens=20) for alg in (None, own))
     assert plain.tokens.tolist() == drafted.tokens.tolist() and drafted.stats.accepted.sum() > 0
