@@ -127,8 +127,6 @@ PLACES = {
     ("decodax/algorithms/speculative/drafts/self/self_speculative.py", "name"),
     ("decodax/cache/key_values.py", "name"),
     ("decodax/cache/recurrent.py", "key"),
-    ("decodax/caches/sparse/reading.py", "recent"),
-    ("decodax/caches/sparse/reading.py", "skip"),
     ("decodax/train/loop.py", "key"),
     ("decodax/train/masked_diffusion.py", "key"),
 }
