@@ -101,8 +101,8 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **hybrids.FAMILIES, **lfm.FAMILIES,
-    **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **hybrids.FAMILIES,
+    **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
     **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""

@@ -162,6 +162,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}}, None),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 1],
+                                       **rope("dynamic", alpha=4.0, factor=1.0)}, None),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
@@ -242,13 +244,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon", "falcon-11b",
-         "glm", "gpt-neox-serial", "granite-moe", "hy3", "llama4-top2", "llama4-types", "nemotron-bias",
-         "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain", "llama-linear", "llama-yarn",
-         "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3", "stablelm", "qwen3.5-moe",
-         "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query", "lfm2-bias", "lfm2-moe",
-         "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm",
-         "falcon-h1-gate-first", "jamba-dense"}
+ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon",
+         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hunyuan-moe", "hy3", "llama4-top2",
+         "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
+         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
+         "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
+         "lfm2-bias", "lfm2-moe", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro", "granite-4-micro",
+         "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
 """Cases that differ little from another one."""
 
 
