@@ -129,6 +129,7 @@ _KEYS: dict[Kind, str] = {
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
     _one_or_list(HEADS): "moe_topk",
     _one_or_list(INDEX): "num_shared_expert",
+    _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
     _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type",

@@ -16,7 +16,7 @@ import jax
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
-from decodax.models.recurrent.names import NAMES
+from decodax.models.recurrent.names import NAMES, SHARED_HALVES
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights
@@ -118,6 +118,11 @@ FAMILY_NAMES = {
     "granitemoe": Names({**LLAMA, "mlp.router": "block_sparse_moe.router.layer"}, fused=(GATE_UP,),
                         experts={**dict.fromkeys(GATE_UP, "block_sparse_moe.input_linear.weight"),
                                  "mlp.down": "block_sparse_moe.output_linear.weight"}),
+    "granitemoe_swa": Names(
+        {**LLAMA, "mlp.router": "block_sparse_moe.router", **dict.fromkeys(SHARED_HALVES, "shared_mlp.input_linear"),
+         "mlp.shared.down": "shared_mlp.output_linear"}, fused=(GATE_UP, SHARED_HALVES),
+        experts={**dict.fromkeys(GATE_UP, "block_sparse_moe.experts.gate_up_proj"),
+                 "mlp.down": "block_sparse_moe.experts.down_proj"}),
     "qwen2_moe": Names({**LLAMA, **{f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj"
                                     for part in ("gate", "up", "down")}, "mlp.shared_gate": "mlp.shared_expert_gate"}),
     "qwen3_vl_moe_text": Names(LLAMA, fused=(GATE_UP,), experts_transposed=False,

@@ -18,6 +18,7 @@ from decodax.models.families import (
     gemma,
     gpt,
     gpt_oss,
+    granite,
     hybrids,
     lfm,
     llada,
@@ -101,7 +102,7 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **hybrids.FAMILIES,
+    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **granite.FAMILIES, **hybrids.FAMILIES,
     **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
     **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))

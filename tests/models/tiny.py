@@ -42,6 +42,8 @@ MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 1, "mamba_ch
 GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "logits_scaling": 2.0,
              "layer_types": ["linear_attention", "full_attention", "linear_attention"], "residual_multiplier": 0.4,
              "attention_multiplier": 0.2, "shared_intermediate_size": 20, "intermediate_size": 24}
+GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
+               "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
              "embedding_multiplier": 3.0, "mlp_multipliers": [0.9, 0.6], "attention_out_multiplier": 0.8,
              "attention_in_multiplier": 1.2, "ssm_multipliers": [0.4, 0.6, 0.7, 0.5, 0.9], "ssm_in_multiplier": 1.3,
@@ -164,6 +166,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}}, None),
     "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 1],
                                        **rope("dynamic", alpha=4.0, factor=1.0)}, None),
+    "granite-swa": ("granite_swa", {**SMALL_WINDOW, **GRANITE_SWA, "mlp_bias": True, "attention_bias": True}, None),
+    "granite-moe-swa": ("granitemoe_swa", {**SMALL_WINDOW, **GRANITE_SWA, "num_local_experts": 4,
+                                           "shared_intermediate_size": 20}, None),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
@@ -245,7 +250,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 
 
 ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon",
-         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hunyuan-moe", "hy3", "llama4-top2",
+         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "llama4-top2",
          "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
          "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
          "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",

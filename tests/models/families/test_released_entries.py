@@ -23,7 +23,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"use_cla": True}, "use_cla: got True, supported is False"),
     (HUNYUAN, {"routed_scaling_factor": 2.0}, "routed_scaling_factor: got 2.0, takes false"),
     (HUNYUAN, {"moe_topk": [2]}, "moe_topk: got 1 entries for num_hidden_layers = 2"),
-
+    ({**COMMON, "model_type": "granite_swa"}, {"layer_rope_theta": [1e4]},
+     "layer_rope_theta: got 1 entries for num_hidden_layers = 2"),
 ]
 
 
