@@ -82,7 +82,7 @@ _KEYS: dict[Kind, str] = {
           "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
-          "use_cla use_mixed_mlp_moe group_limited_greedy",
+          "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config per_layer_config linear_attn_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "

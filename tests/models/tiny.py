@@ -225,6 +225,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "lfm2-moe": ("lfm2_moe", {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3,
                               "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
                               "moe_intermediate_size": 24, "routed_scaling_factor": 1.7}, None),
+    "lfm3": ("lfm3", {**SMALL_WINDOW, "layer_types": ["conv", "full_attention", "sliding_attention"],
+                      "num_hidden_layers": 3, "head_dim": 16, "attention_bias": True}, None),
+    "lfm3-plain": ("lfm3", {"layer_types": ["full_attention", "conv"], "head_dim": 8, "conv_bias": True,
+                            "conv_L_cache": 4, "use_sandwich_norm": False, "use_attention_gate": False,
+                            "tie_word_embeddings": False}, None),
     "nemotron-h": ("nemotron_h", {**NEMOTRON, "layers_block_type": [
         "linear_attention", "moe", "full_attention", "linear_attention", "moe"]}, None),
     "nemotron-h-dense": ("nemotron_h", {
@@ -254,8 +259,8 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
          "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
          "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
-         "lfm2-bias", "lfm2-moe", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro", "granite-4-micro",
-         "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
+         "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
+         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
 """Cases that differ little from another one."""
 
 
