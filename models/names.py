@@ -190,13 +190,15 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
-                    r"|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
-"""Tensors of the parts of multimodal models that read images or sound."""
+                    r"|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|\.lora_[AB]\.(vision|speech)\.")
+"""Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
+Phi-4-multimodal has for prompts with these."""
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
-                      "_forward_module"})
-"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning add to the saved state of a model
-that they wrap."""
+                      "_forward_module", "base_layer"})
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints, Lightning and peft add to the saved state of a
+model that they wrap."""
 
 
 def unwrapped(tensor: str) -> str:
