@@ -18,7 +18,8 @@ MLA: dict[str, Any] = {
 """Of DeepSeek. The halves of the keys and values of each head share one tensor."""
 
 NAMES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "youtu"), MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
+                    MLA),
     "mistral4": {**MLA, "fused": (*MLA["fused"], ("mlp.gate", "mlp.up")), "experts": {
         "mlp.gate": "mlp.experts.gate_up_proj", "mlp.up": "mlp.experts.gate_up_proj",
         "mlp.down": "mlp.experts.down_proj"}}}

@@ -42,6 +42,8 @@ MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 1, "mamba_ch
 GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "logits_scaling": 2.0,
              "layer_types": ["linear_attention", "full_attention", "linear_attention"], "residual_multiplier": 0.4,
              "attention_multiplier": 0.2, "shared_intermediate_size": 20, "intermediate_size": 24}
+DSA = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 12,
+       "index_topk": 6}
 GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
                "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
@@ -180,8 +182,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "deepseek-v3-halves": ("deepseek_v3", {**MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
                                            "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
                                            "norm_topk_prob": False}, None),
-    "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-                                      "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6}, None),
+    "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
+    "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
@@ -288,6 +290,12 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 
 def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrainedModel:
     model = build(name)
+    write(model, directory, **options)
+    return model
+
+
+def write(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> None:
+    """Saves a model under the names of released files; the options are those of transformers."""
     model.save_pretrained(directory, **options)
     if model.config.model_type == "olmo_hybrid":
         save_file(released(model), directory / "model.safetensors", {"format": "pt"})
@@ -296,7 +304,6 @@ def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrained
         file = directory / "model.safetensors"
         tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): x for name, x in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
-    return model
 
 
 def released(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
