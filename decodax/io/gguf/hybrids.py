@@ -78,6 +78,17 @@ def _mistral4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "model_type": "mistral4", "rope_scaling": scaling or {"rope_type": "default"}}
 
 
+def _glm_dsa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    count = depth(m, c)["num_hidden_layers"]
+    # Files from before layers shared a choice do not say which ones have an indexer of their own.
+    full = m.each("attention.indexer.types", [f"blk.{i}.indexer.attn_k.weight" in m.file.tensors
+                                              for i in range(c["num_hidden_layers"])])[:count]
+    return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+            "model_type": "glm_moe_dsa", "index_n_heads": m.need("attention.indexer.head_count"),
+            "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k"),
+            "indexer_types": ["full" if own else "shared" for own in full]}
+
+
 def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     scores = {1: "softmax", 2: "sigmoid"}
     return {**_latent(m, c), "model_type": "kimi_linear", "num_experts": m.need("expert_count"),
@@ -156,11 +167,16 @@ def _period(m: Metadata, what: str, chosen: Sequence[bool]) -> dict[str, int]:
 LATENT = {f"attn.{ours}": f"attn_{theirs}" for ours, theirs in (
     ("q_a", "q_a"), ("q_a_norm", "q_a_norm"), ("q_b", "q_b"), ("kv_a", "kv_a_mqa"), ("kv_a_norm", "kv_a_norm"))}
 
+INDEXER = {f"attn.indexer.{ours}": f"indexer.{theirs}" for ours, theirs in (
+    ("q", "attn_q_b"), ("k", "attn_k"), ("k_norm", "k_norm"), ("weigh", "proj"))}
+
 HYBRIDS: dict[str, Architecture] = {
     "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0,
                               views=KEYS_AND_VALUES),
     "falcon-h1": Architecture(_falcon_h1, views=ssd("beside") | {
         "mlp_in.scale": Stored("ffn_norm", older=Stored("ffn_norm.weight"))}),     # converters forget the ending
+    "glm-dsa": Architecture(_glm_dsa, names=LATENT | SHARED | CORRECTION | INDEXER, latent=True, yarn_log=10.0,
+                            views=KEYS_AND_VALUES),
     "granitehybrid": Architecture(_granite_hybrid, permuted=True, names=SHARED, by_layer=True, views=ssd("attn")),
     "jamba": Architecture(_jamba, by_layer=True, views=SCAN),
     "kimi-linear": Architecture(_kimi_linear, names=LATENT | SHARED | CORRECTION, by_layer=True, latent=True,

@@ -117,6 +117,14 @@ def tempered(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
         "attention.temperature_scale": rope["llama_4_scaling_beta"], "attention.temperature_length": trained}
 
 
+def chosen(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    return latent(c, tensors) | {
+        "leading_dense_block_count": 1, "expert_weights_norm": c["norm_topk_prob"], "expert_gating_func": 2,
+        "attention.indexer.head_count": c["index_n_heads"], "attention.indexer.key_length": c["index_head_dim"],
+        "attention.indexer.top_k": c["index_topk"],
+        "attention.indexer.types": [int(kind == "full") for kind in c["indexer_types"]]}
+
+
 def kimi(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
     if name.endswith("A_log"):
         return {name: -np.exp(x)}
@@ -165,7 +173,8 @@ def hunyuan(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
             "expert_shared_feed_forward_length": c["intermediate_size"], "attention.value_length": c["head_dim"]}
 
 
-# llama.cpp takes the least divisor of the layers' norms for those of latents, queries and keys, too.
+# llama.cpp takes the least divisor of the layers' norms for those of latents, queries and keys, too. It requires 64
+# index channels or a multiple.
 KDA = {"linear_num_heads": 4, "rms_norm_eps": 1e-6, "num_expert_group": 1, "topk_group": 1}
 ALTUP = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 260}
 FOUR = {"attention_chunk_size": 8192, "floor_scale": 8192, "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1],
@@ -177,6 +186,8 @@ MORE = {
     "llama4": Kind("llama4", "llama4", chunked, llama4, FOUR),
     "gemma3n": Kind("gemma3n", "gemma3n", streams, gemma3n, ALTUP),
     "mistral4": Kind("mistral4", "mistral4", tempered, mistral4),
+    "glm-dsa": Kind("glm-dsa", "glm5", chosen, deepseek, {
+        "attention_bias": False, "rms_norm_eps": 1e-6, "index_head_dim": 64}),
     "kimi-linear": Kind("kimi-linear", "kimi-linear", channels, kimi, KDA),
     "kimi-linear-query": Kind("kimi-linear", "kimi-linear-query", channels, kimi, {**KDA, "mlp_layer_types": None}),
     "mimo2": Kind("mimo2", "mimo-v2-flash", windows, mimo2),
