@@ -64,6 +64,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
                        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}, {
                            "image_token_id": 96, "video_token_id": 95, "audio_token_id": 94},
                        "model.language_model.layers."),
+    "lfm2-vl": ("lfm2_vl", {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 12},
+                {**SIGHT, "num_patches": 16}, {"image_token_id": 96, "projector_hidden_size": 16},
+                "model.language_model.layers."),
+    "lfm3-vl": ("lfm3_vl", {"model_type": "lfm3", "layer_types": ["conv", "sliding_attention"], "head_dim": 16,
+                            **SMALL_WINDOW}, {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "patch_size": 4}, {"image_token_id": 96, "projector_hidden_size": 16},
+                "model.language_model.layers."),
     "phi4-multimodal": ("phi4_multimodal", {
         "original_max_position_embeddings": 16, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.6], "partial_rotary_factor": 0.75,
