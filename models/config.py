@@ -171,6 +171,8 @@ class DecoderConfig:
                             or self.value_heads is not None):
             raise ValueError("latent: takes all layers with attention, and no soft cap, qk_norm, value_norm or "
                              "value_heads")
+        if _chosen_before(self.layers[0]):
+            raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
             for name in ("head_dim", "mlp"):
                 if (getattr(layer, name) or 1) < 1:
@@ -285,8 +287,14 @@ class DecoderConfig:
 
     @property
     def shared(self) -> bool:
-        """True if some layers use the keys and values, or the attention weights, of other layers."""
-        return any(layer.reads is not None or layer.echoes is not None for layer in self.layers)
+        """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
+        return any(layer.reads is not None or layer.echoes is not None or _chosen_before(layer)
+                   for layer in self.layers)
+
+
+def _chosen_before(layer: Layer) -> bool:
+    """Returns True for a layer that takes the choice of tokens of an earlier one."""
+    return layer.latent is not None and layer.latent.indexer is not None and layer.latent.indexer.shared
 
 
 def decoder_of(lm: Loaded, method: str) -> DecoderConfig:

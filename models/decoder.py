@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
         echoes = None
         if self.c.shared or self.streams is not None:
             if keep is not None or begun is not None or transfer is not None:
-                why = ("some read the keys and values of others" if self.c.shared else
+                why = ("some read the keys and values of others, or their choice of tokens" if self.c.shared else
                        "they have several residual streams")
                 raise ValueError(f"layers: {why}, so none can be left out for all nodes or some")
             if self.c.echoed:
