@@ -1,13 +1,19 @@
-"""Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
+"""Tiny configurations of every family, as transformers writes them: the cases of the model tests.
+
+torch and transformers are imported where they are used: the tests of meshes read the cases alone, since collectives on
+CPU crash beside torch.
+"""
+
+from __future__ import annotations
 
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
+if TYPE_CHECKING:
+    import torch
+    import transformers
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -268,6 +274,9 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
 
 def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """The case's transformers model with random weights, norms and biases included."""
+    import torch
+    import transformers
+
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
     torch.manual_seed(seed)
@@ -289,6 +298,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 
 
 def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrainedModel:
+    from safetensors.torch import load_file, save_file
+
     model = build(name)
     write(model, directory, **options)
     return model
