@@ -1,6 +1,7 @@
 """Networks for decoding, each as a `Model`: decoder-only transformers in flax.nnx, encoder-decoders, Mamba, Mamba-2,
 RWKV-7 and RWKV-X."""
 
+from decodax.common.names import directory
 from decodax.models.arc_encoder import ArcEncoder
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig, NormConfig, llama
@@ -27,3 +28,5 @@ __all__ = ["AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "D
            "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd", "Rope", "Rwkv7", "Rwkv7Config",
            "RwkvX", "RwkvXConfig", "Transformer", "cla", "diffqkv", "dual_chunk", "echo_att", "jrt", "linear",
            "linear_weights", "linearized", "llama", "phd", "t5", "yoco"]
+
+__dir__ = directory(__all__)

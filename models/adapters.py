@@ -30,11 +30,16 @@ from jax import Array
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from decodax.common.names import directory
 from decodax.models.adapter_config import checked
 from decodax.models.config import DecoderConfig
 from decodax.models.names import FAMILY_NAMES, IMAGES, LLAMA, Names, flatten, unwrapped
 from decodax.models.packed import Adapted, Packed
 from decodax.models.transformer import Transformer, Weights
+
+__all__ = ["PARTS", "Adapter", "apply", "init", "merge", "read", "save", "stack"]
+
+__dir__ = directory(__all__)
 
 Adapter = dict[str, Any]
 """A nested dict with `{"a": f[K, r], "b": f[r, N]}` in the place of each adapted kernel."""

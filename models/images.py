@@ -2,8 +2,8 @@
 trained with.
 
 A model that sees images has an encoder, which decodax does not run, and a language model, which is a `Transformer`. The
-encoder gives some vectors for an image, each of which stands at one image token of the prompt. Three things differ from
-a prompt of plain tokens:
+encoder gives some vectors for an image, each of which belongs to one image token of the prompt. Three things differ
+from a prompt of plain tokens:
 
 - With M-RoPE ("Qwen2-VL", Wang et al., 2024) a position has three numbers: time, height and width. Each frequency of
   the rotary embedding belongs to one of them. Those of an image are its rows and columns; text has three equal numbers,

@@ -44,19 +44,31 @@ SPREAD = ("contracts/test_verifier.py", "contracts/test_algorithm.py", "laws/tes
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sends the tests of a module to one process, where they share what is compiled.
 
-    It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread. And takes
-    the mark `wide` off the parameters that it names, and adds the marks of `tiers.txt`.
+    It is marked here rather than asked for with `--dist loadfile`, so that the modules above can be spread. Each test
+    gets its mark of `tiers.txt`, and has one tier afterwards.
     """
     tiers = {test: tier for tier, test in slow_tests()}
     for item in items:
-        wide = item.get_closest_marker("wide")
-        case = item.name.partition("[")[2].removesuffix("]")
-        if wide is not None and case in wide.kwargs.get("but", ()):
-            item.own_markers.remove(wide)
         if tier := tiers.get(f"{item.path.relative_to(HERE).as_posix()}::{item.name}"):
             item.add_marker(tier)
+    keep_one_tier(items)
+    for item in items:
         if not item.path.as_posix().endswith(SPREAD) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def keep_one_tier(items: list[pytest.Item]) -> None:
+    """Takes the mark `wide` off tests that are marked `full`, and off the parameters that `wide(but=...)` names."""
+    wide = {}
+    for item in items:
+        case = item.name.partition("[")[2].removesuffix("]")
+        wide[item] = item.get_closest_marker("full") is None and any(
+            case not in mark.kwargs.get("but", ()) for mark in item.iter_markers("wide"))
+    for node in {node for item in items for node in item.listchain()}:      # a module may be marked
+        node.own_markers = [mark for mark in node.own_markers if mark.name != "wide"]
+    for item in items:
+        if wide[item]:
+            item.add_marker("wide")
 
 
 def slow_tests() -> list[list[str]]:

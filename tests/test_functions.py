@@ -39,7 +39,7 @@ def test_every_public_function_that_names_a_paper_is_listed() -> None:
     assert len(found & set(FUNCTIONS)) > 10
 
 
-def test_functions_stand_on_the_pages_that_the_site_makes() -> None:
+def test_functions_are_on_the_pages_that_the_site_makes() -> None:
     from scripts import site
 
     page = site.pages()["searches/index.md"]

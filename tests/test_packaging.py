@@ -1,6 +1,7 @@
 import importlib
 import re
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,28 @@ def test_shipped_weights_stay_below_64_megabytes() -> None:
 def test_every_public_name_exists_and_is_listed() -> None:
     assert sorted(decodax.__all__) == sorted(set(decodax.__all__))
     for name in decodax.__all__:
-        home = importlib.import_module(decodax._HOME[name])
-        own = vars(home).get(name) or importlib.import_module(f"{home.__name__}.{name}")
-        assert getattr(decodax, name) is own and name in dir(decodax)
+        found = getattr(decodax, name)
+        if isinstance(found, types.ModuleType):
+            assert found.__name__.startswith("decodax.") and found.__name__.endswith(f".{name}")
+        else:
+            assert found.__name__ == name and getattr(importlib.import_module(found.__module__), name) is found
+        assert name in dir(decodax)
+
+
+NAMESPACES = sorted(name for name in decodax.__all__ if isinstance(getattr(decodax, name), types.ModuleType))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_namespace_lists_its_public_names_alone(namespace: str) -> None:
+    found = getattr(decodax, namespace)
+    entries = SHELVES[namespace].identifiers() if namespace in SHELVES else []
+    assert dir(found) == sorted({*found.__all__, *entries})
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_every_name_that_a_namespace_lists_is_an_attribute(namespace: str) -> None:
+    found = getattr(decodax, namespace)
+    assert not [name for name in dir(found) if not hasattr(found, name)]
 
 
 @pytest.mark.parametrize("shelf", ["algorithms", "caches", "search", "select", "constraints"])

@@ -14,21 +14,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from decodax.common.names import directory
 from decodax.common.registry import ALGORITHMS
 
-_PACKAGES = ("beams", "contrastive", "diffusion", "entries", "parallel", "speculative")
-
-__all__ = ["find", "make", "names", "parse", "register"]
+__all__ = ["beams", "contrastive", "diffusion", "find", "make", "names", "parallel", "parse", "register", "speculative"]
 
 find, make, names, parse, register = (ALGORITHMS.find, ALGORITHMS.make, ALGORITHMS.names, ALGORITHMS.parse,
                                       ALGORITHMS.register)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:       # imported when they are first asked for: one method does not wait for all others
+    if name in __all__:         # a package, imported on first use: one method does not wait for all others
         return importlib.import_module(f"decodax.algorithms.{name}")
     return ALGORITHMS.attribute(name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_PACKAGES, *ALGORITHMS.identifiers()})
+__dir__ = directory(__all__, ALGORITHMS.identifiers)

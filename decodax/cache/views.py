@@ -91,8 +91,8 @@ class WithView(CacheConfig):
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         if isinstance(self.base, CacheConfig) and self.base.alone:
-            raise ValueError(f"cache: got {type(self.base).__name__}, which stands beside no other cache, and drafts "
-                             "read one of their own; takes another policy, or a draft model")
+            raise ValueError(f"cache: got {type(self.base).__name__}, which cannot be combined with another cache, and "
+                             "drafts read one of their own; takes another policy, or a draft model")
         make = lambda kind: kind(layers, batch, capacity, dtype, inputs)
         return Viewed(base=make(self.base), small=make(self.small), kind=self.small)
 

@@ -30,6 +30,7 @@ from decodax.caches.quantize.cskv import KVFeatures
 from decodax.caches.sparse.a2ats import KeyBooks
 from decodax.caches.sparse.attention_net import AttentionNet
 from decodax.caches.sparse.token_butler import Butler
+from decodax.common.names import directory
 from decodax.common.registry import CACHES
 
 __all__ = [
@@ -51,5 +52,4 @@ def __getattr__(name: str) -> Any:
     return CACHES.attribute(name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*__all__, *CACHES.identifiers()})
+__dir__ = directory(__all__, CACHES.identifiers)

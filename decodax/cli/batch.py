@@ -70,7 +70,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("--tokens", action="store_true", help="results have token ids, too")
     p.add_argument("--quiet", action="store_true", help="no progress")
 
-    g = p.add_argument_group("what stands in a line")
+    g = p.add_argument_group("fields of a line")
     g.add_argument("--prompt-field", metavar="NAME", help="of the prompt (default: messages, prompt or text)")
     g.add_argument("--id-field", default="id", metavar="NAME",
                    help="of the id, which addresses the randomness (default: id; without one its number)")

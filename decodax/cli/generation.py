@@ -41,7 +41,7 @@ def add(p: argparse.ArgumentParser) -> None:
                    help="no end of text or stop string before it; default: the model's own, or 0")
     g.add_argument("--max-time", type=float, metavar="SECONDS", help="end after about this many seconds")
     g.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    g.add_argument("--include-stop", action="store_true", help="let the text end behind the stop string, not before it")
+    g.add_argument("--include-stop", action="store_true", help="let the text end after the stop string, not before it")
     g.add_argument("--special-tokens", action="store_true", help="show special tokens, such as the end of text")
     g.add_argument("--num-samples", type=int, metavar="N",
                    help="continuations of the prompt; default: the model's own, or 1")

@@ -6,12 +6,14 @@ import argparse
 import difflib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from decodax.cli.common import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from decodax.common.registry import Entry
 
 KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "search=", "selects": "select=",
@@ -26,23 +28,19 @@ SLOTS = {"algorithm": "algorithms", "cache": "caches", "search": "searches", "se
 
 EXAMPLES = """\
 examples:
-  decodax list                        every listing
-  decodax list caches                 the cache policies
+  decodax list                        the names of every listing, by family
+  decodax list caches                 the cache policies, each with a description
   decodax list algorithms --family speculative-tree
   decodax list snapkv                 one entry, with its options
 """
-
-FAMILIES = ("ar-sampling", "speculative-linear", "speculative-tree", "speculative-self", "parallel-jacobi",
-            "masked-diffusion", "diffusion-cache", "search", "evict", "quantize", "sparse")
-"""Families that listings show first."""
 
 
 def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[argparse.Namespace], None],
         epilog: str) -> None:
     """Adds the command to the subparsers `commands`; `run` is the function that runs it, `epilog` text for the help."""
     p = commands.add_parser("list", parents=parents, help="methods, caches, searches, models: all that has a name",
-                            description="Lists what is chosen by name: with a listing its entries, with the name of an "
-                            "entry what it does, its options and its paper.",
+                            description="Lists what is chosen by name. With a listing it describes the entries, with "
+                            "the name of an entry it shows what this does, its options and its paper.",
                             epilog=EXAMPLES + "\n" + epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.set_defaults(command=run)
     p.add_argument("what", nargs="?", metavar="LISTING_OR_NAME", help=f"{', '.join(KINDS)}, or the name of an entry")
@@ -50,7 +48,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[ar
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints all listings, one of them, or one entry with its options."""
+    """Prints the names of all listings, one listing with descriptions, or one entry with its options."""
     args.what = SLOTS.get(args.what, args.what)
     tables = entries()
     found = [entry for table in tables.values() for entry in table if entry.name == args.what]
@@ -73,24 +71,25 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps([{"listing": kind, **as_json(entry)} for kind, table in tables.items() for entry in table],
                          indent=2))
         return
+    names_alone = args.what is None and args.family is None
     for kind, table in tables.items():
         if table:
-            _print(f"{kind} ({KINDS[kind]})", table)
-    if args.what is None:
-        print("decodax list NAME shows one of them, with its options and its paper.")
+            (_print_names if names_alone else _print)(f"{kind} ({KINDS[kind]})", table)
+    if names_alone:
+        _console().print("`decodax list algorithms` describes the entries of a listing, `decodax list NAME` shows one "
+                         "entry with its options and its paper.")
 
 
 def entries() -> dict[str, list[Entry]]:
-    """Returns the entries of each listing by its name ("algorithms", "caches", ...), in the order of their families."""
+    """Returns the entries of each listing by its name ("algorithms", "caches", ...): by family, the most used of each
+    first."""
+    from decodax.common.order import ordered
     from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, FORMATS, FUNCTIONS, SEARCHES, SELECTS
-    from decodax.io.load import listed_models
+    from decodax.io.cards import listed_models
 
-    place = lambda entry: FAMILIES.index(entry.family) if entry.family in FAMILIES else len(FAMILIES)
-    grouped = lambda shelf: sorted(shelf, key=place)
-    return {"algorithms": grouped(ALGORITHMS.values()), "caches": grouped(CACHES.values()),
-            "searches": grouped(SEARCHES.values()), "selects": list(SELECTS.values()),
-            "functions": list(FUNCTIONS.values()), "constraints": list(CONSTRAINTS.values()),
-            "formats": list(FORMATS.values()), "models": listed_models()}
+    shelves = {"algorithms": ALGORITHMS, "caches": CACHES, "searches": SEARCHES, "selects": SELECTS,
+               "functions": FUNCTIONS, "constraints": CONSTRAINTS, "formats": FORMATS}
+    return {**{kind: ordered(shelf.values()) for kind, shelf in shelves.items()}, "models": ordered(listed_models())}
 
 
 def as_json(entry: Entry) -> dict[str, Any]:
@@ -107,26 +106,49 @@ def _show(entry: Entry, as_object: bool) -> None:
     print(f"{entry.name} ({entry.shelf})\n\n{entry.description}")
 
 
-def _print(title: str, table: Iterable[Entry]) -> None:
+def _console() -> Console:
+    """Returns a console as wide as the terminal, or as COLUMNS says where the output is a pipe."""
     from rich.console import Console
+
+    return Console(highlight=False, width=max(shutil.get_terminal_size((100, 24)).columns, 60))
+
+
+def _by_family(table: list[Entry]) -> dict[str, list[Entry]]:
+    """Returns the entries by the names of their families, which are left empty if there is only one."""
+    families = list(dict.fromkeys(entry.family for entry in table))
+    return {family if len(families) > 1 else "": [entry for entry in table if entry.family == family]
+            for family in families}
+
+
+def _print_names(title: str, table: list[Entry]) -> None:
     from rich.table import Table
 
-    table = list(table)
-    # as wide as the terminal, or as COLUMNS says where the output is a pipe
-    console = Console(highlight=False, width=max(shutil.get_terminal_size((100, 24)).columns, 60))
+    shown = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", show_header=False)
+    families = _by_family(table)
+    if "" not in families:
+        shown.add_column(no_wrap=True, min_width=20)
+    shown.add_column(ratio=1)
+    for family, rows in families.items():
+        shown.add_row(*[family] * (family != ""), "  ".join(entry.name for entry in rows))
+    _console().print(shown)
+    print()
+
+
+def _print(title: str, table: list[Entry]) -> None:
+    from rich.table import Table
+
     shown = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     shown.add_column("name", no_wrap=True)
     shown.add_column("what it does", ratio=1)
-    shown.add_column("guarantee", no_wrap=True)
-    families = dict.fromkeys(entry.family for entry in table)
-    for family in families:
-        rows = [entry for entry in table if entry.family == family]
-        if len(families) > 1 and family:
-            shown.add_row(f"[bold]{family}[/bold]", "", "")
+    if any(entry.guarantee for entry in table):
+        shown.add_column("guarantee", no_wrap=True)
+    for family, rows in _by_family(table).items():
+        if family:
+            shown.add_row(f"[bold]{family}[/bold]")
         for entry in rows:
             needs = "" if entry.needs == "nothing" else f" (needs {entry.needs})"
             other = f"another name for {entry.alias_of}: " if entry.alias_of else ""
-            line = f"{other}{entry.summary}{needs}"
-            shown.add_row(entry.name, line.replace("[", "\\["), entry.guarantee)
-    console.print(shown)
+            line = f"{other}{entry.summary}{needs}".replace("[", "\\[")
+            shown.add_row(entry.name, line, *([entry.guarantee] if entry.guarantee else []))
+    _console().print(shown)
     print()

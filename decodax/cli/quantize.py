@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
     with naming_the_argument():
         own = read_format(args.weights)
-        assert own is not None
+    assert own is not None      # only None is read as None
     lm = dx.load(args.model, dtype="float32")
     with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())

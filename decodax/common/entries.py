@@ -53,6 +53,7 @@ class Entry:
         summary: one sentence.
         family: group in which listings show it.
         guarantee: guarantee of the output with the default options; the object that is made may state another one.
+            Empty for a model.
         needs: models that `make` takes beside options.
         alias_of: the entry of which this is another name, or None. An alias makes the same thing; its summary says what
             its own paper adds.
@@ -69,7 +70,7 @@ class Entry:
     authors: str
     summary: str
     family: str = ""
-    guarantee: Guarantee = "approximate"
+    guarantee: Guarantee | Literal[""] = "approximate"
     needs: Needs = "nothing"
     alias_of: str | None = None
     module: str = ""
@@ -204,13 +205,31 @@ class Entry:
         own = inspect.signature(self.make).parameters.values()
         beside = [p.replace(kind=p.KEYWORD_ONLY, default=None) for p in own
                   if p.name == "draft" or (p.name == "lm" and not needs_model)]
-        parameters = [*(p for p in own if p.name not in BESIDE), *beside]
+        parameters = [*(p.replace(default=NamedDefault(p.default)) if inspect.isfunction(p.default) else p
+                        for p in own if p.name not in BESIDE), *beside]
         parameters.sort(key=lambda p: p.kind)
         signature = inspect.Signature(parameters)
         make.__name__, make.__qualname__, make.__module__ = self.identifier, self.identifier, self.module
         make.__doc__ = self.description
         make.__signature__ = signature      # type: ignore[attr-defined]
         return make
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NamedDefault:
+    """A function that is the default of an option. Its representation is its name, so that `help` shows no address.
+
+    Attributes:
+        function: the function.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+    def __repr__(self) -> str:
+        return self.function.__name__
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -1,8 +1,8 @@
 """Options of the entries of the registry. The annotation of a parameter says which values it takes; they are checked
 before anything is made.
 
-An annotation may contain a range: `Annotated[int, Range(1)]`. `Count`, `Whole`, `Share` and `Positive` are short for
-common ones.
+An annotation may contain a range: `Annotated[int, Range(1)]`. `Count`, `Whole`, `Odd`, `Share`, `Positive`,
+`NonNegative` and `TokenId` are short for common ones. The items of a tuple may have a range, too: `tuple[Count, ...]`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import numbers
 import re
 import sys
@@ -36,33 +37,54 @@ class Range:
         high: upper bound; None: no bound.
         above: True excludes `low` itself.
         below: True excludes `high` itself.
+        odd: True excludes even numbers.
     """
 
     low: float | None = None
     high: float | None = None
     above: bool = False
     below: bool = False
+    odd: bool = False
 
     def __contains__(self, value: float) -> bool:
         return ((self.low is None or value > self.low or (value == self.low and not self.above))
-                and (self.high is None or value < self.high or (value == self.high and not self.below)))
+                and (self.high is None or value < self.high or (value == self.high and not self.below))
+                and (value % 2 == 1 or not self.odd))
 
     def __str__(self) -> str:
         """Returns the range in words.
 
         >>> str(Range(1)), str(Range(0, 1)), str(Range(0, above=True)), str(Range(0, 1, below=True))
         ('from 1', 'from 0 to 1', 'above 0', 'from 0 and below 1')
+        >>> str(Range(1, odd=True))
+        'from 1, odd'
         """
         low = None if self.low is None else f"{'above' if self.above else 'from'} {self.low:g}"
         high = None if self.high is None else f"{'below' if self.below else 'to'} {self.high:g}"
         joint = " " if not (self.above or self.below) else " and "
-        return joint.join(part for part in (low, high) if part)
+        return joint.join(part for part in (low, high) if part) + ", odd" * self.odd
 
 
 Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Positive = Annotated[float, Range(0, above=True)]
+NonNegative = Annotated[float, Range(0)]
+Odd = Annotated[int, Range(1, odd=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Says in an annotation what a number is.
+
+    Attributes:
+        word: its kind with an article, such as "a token id".
+    """
+
+    word: str
+
+
+TokenId = Annotated[int, Range(0), Named("a token id")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +175,17 @@ def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got {shown(value)}, takes {' or '.join(dict.fromkeys(_words(hints[name])))}")
 
 
+class Checked:
+    """Base of frozen dataclasses that checks fields against their annotations when an object is made.
+
+    Raises:
+        ValueError: a field is of another type or out of its range.
+    """
+
+    def __post_init__(self) -> None:
+        check_options(type(self), vars(self))
+
+
 @functools.lru_cache(maxsize=512)
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
     if inspect.isclass(make) and dataclasses.is_dataclass(make):     # a field may be inherited from another module
@@ -177,7 +210,13 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return isinstance(value, (str, int, float, bool, type(None))) and value in parts
     if origin in (tuple, list, Sequence):
-        return isinstance(value, Sequence) and not isinstance(value, str)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return False
+        alike = origin is not tuple or Ellipsis in parts
+        if alike and len(value) > 64 and set(map(type, value)) == {int}:      # a long text: its bounds suffice
+            value = min(value), max(value)
+        return all(_fits(item, part) for item, part in zip(value, itertools.repeat(parts[0]) if alike else parts,
+                                                           strict=False))
     if origin is Callable or hint is Callable:
         return callable(value)
     if hint is bool:
@@ -195,6 +234,8 @@ def _words(hint: Any) -> list[str]:
         return []
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        if named := [part.word for part in parts[1:] if isinstance(part, Named)]:
+            return named
         bounds = [str(part) for part in parts[1:] if isinstance(part, Range)]
         bounds += ["(in a string, or its file)" for part in parts[1:] if isinstance(part, InFile)]
         return [" ".join([word, *bounds]) for word in _words(parts[0])]
@@ -215,4 +256,4 @@ def _plural(word: str) -> str:
     >>> _plural("a whole number from 1"), _plural("'mean'")
     ('whole numbers from 1', "'mean'")
     """
-    return re.sub(r"^an? (whole number|number|text|tuple|function)\b", r"\1s", word)
+    return re.sub(r"^an? (token id|whole number|number|text|tuple|function)\b", r"\1s", word)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar, get_args
 
 from decodax.common.entries import Configured, Entry, Guarantee, Needs
+from decodax.common.order import ordered
 from decodax.common.strings import near, parse_options
 
 __all__ = ["ALGORITHMS", "CACHES", "CONSTRAINTS", "FORMATS", "FUNCTIONS", "SEARCHES", "SELECTS", "SHELVES",
@@ -45,7 +46,7 @@ class Shelf(MutableMapping[str, Entry]):
             self._read = True
             for module in self.modules:
                 importlib.import_module(module)
-            # the library's own entries stand first, in the order of their modules, whatever was imported before
+            # the library's own entries come first, in the order of their modules, whatever was imported before
             place = lambda e: next((i for i, m in enumerate(self.modules) if f"{e.module}.".startswith(f"{m}.")),
                                    len(self.modules))
             self._entries = {e.name: e for e in sorted(self._entries.values(), key=place)}
@@ -146,8 +147,8 @@ class Shelf(MutableMapping[str, Entry]):
                              f"[{new.name!r}]")
 
     def names(self, family: str | None = None) -> list[str]:
-        """Returns the names of all entries, or of the entries of a family."""
-        return [name for name, entry in self.items() if family in (None, entry.family)]
+        """Returns the names of all entries, or of the entries of a family: by family, the most used of each first."""
+        return [entry.name for entry in ordered(self.values()) if family in (None, entry.family)]
 
     def find(self, name: str) -> Entry:
         """Returns the entry with a name.

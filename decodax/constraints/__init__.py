@@ -7,6 +7,7 @@ There are regular expressions, choices, JSON Schema, grammars, tool calls and ph
 'after'
 """
 
+from decodax.common.names import directory
 from decodax.common.registry import CONSTRAINTS
 from decodax.constraints.dfa import Dfa
 from decodax.constraints.hosted import Hosted, Matcher
@@ -17,6 +18,8 @@ from decodax.constraints.transform import Constrained, TokenTable
 
 __all__ = ["Constrained", "Constraint", "Dfa", "Hosted", "Matcher", "TokenDfa", "TokenTable", "Unsupported", "choices",
            "find", "grammar", "json_schema", "make", "names", "parse", "phrases", "regex", "register", "tools"]
+
+__dir__ = directory(__all__)
 
 find, make, names, parse, register = (CONSTRAINTS.find, CONSTRAINTS.make, CONSTRAINTS.names, CONSTRAINTS.parse,
                                       CONSTRAINTS.register)

@@ -147,7 +147,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
         raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
                          "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "
                          "masks says so by LM(diffusion=...)")
-    # behind a causal prefix such a model writes like any other, if its logits predict the next token
+    # after a causal prefix such a model writes like any other, if its logits predict the next token
     if not canvas and lm.diffusion is not None and not (lm.diffusion.attention in ("causal-prefix", "causal")
                                                         and lm.diffusion.shift):
         raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "

@@ -94,7 +94,7 @@ def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, end
                          "refer to themselves")
     if method.traits.canvas and not given and not (eos >= 0).any(1).all():
         name = next(x[0] for x in asked if x is not None)
-        raise ValueError(f"{name}: on a canvas takes a model with an end of sequence, behind which the text may stop")
+        raise ValueError(f"{name}: on a canvas takes a model with an end of sequence, after which the text may stop")
     constraints.in_time(until, 0, len(asked))
     hosted = constraints.match(asked, lm.tokenizer, lm.vocab_size, eos, samples)
     if hosted is not None:

@@ -30,7 +30,7 @@ def mates(prompts: Sequence[Sequence[int]], least: int = SHARED,
         The length of the prefix, less than that of each prompt that has it, and the indices of these prompts; 0 and []
         if no other prompt or known prefix shares enough tokens with the first prompt.
     """
-    # each prompt has a token left to read behind the beginning
+    # each prompt has a token left to read after the beginning
     shared = [min(common(prompts[0], p), len(p) - 1, len(prompts[0]) - 1) for p in prompts]
     first = tuple(prompts[0])
     read = {len(k) for k in known if least <= len(k) < len(prompts[0]) and tuple(k) == first[:len(k)]}

@@ -214,7 +214,7 @@ class Reader:
                 one = dataclasses.replace(self, request=self.request.select([i]), known=None)
                 self.known[text], more = one._read_texts([text])
                 forwards += more
-            self.known[text] = self.known.pop(text)     # the one used last stands last
+            self.known[text] = self.known.pop(text)     # the one used last comes last
         cache = drivers.stack_rows(tuple(self.known[text] for text in texts))
         while len(self.known) > KNOWN:
             del self.known[next(iter(self.known))]

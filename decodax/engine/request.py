@@ -184,7 +184,7 @@ class Request:
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         check_reach(lm, lengths, budget, counted)
         if (more := read_beyond(method.through(lm.model), int(lengths.max()))):
-            check_room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
+            check_room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads after it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
         for i, (few, most) in enumerate(zip(least, budget.tolist(), strict=True)):

@@ -246,7 +246,7 @@ def _scored(lm: LM, batch: list[TextSpan], rows: int, width: int, slots: int, to
     parts = []
     for begin in range(0, length, width):
         window = at(tokens[:, begin:begin + width + 1])
-        cache, figures = _window(lm.model, lm.params, cache, window, np.int32(begin), first, read, top=top)
+        cache, figures = score_window(lm.model, lm.params, cache, window, np.int32(begin), first, read, top=top)
         parts.append(figures)
     return [np.concatenate([np.asarray(x) for x in each], 1) for each in zip(*parts, strict=True)]
 
@@ -262,8 +262,8 @@ def _empty(model: Model, read: Array, slots: int) -> Cache:
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="top", donate_argnums=2)
-def _window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array, read: Array, *,
-            top: int) -> tuple[Cache | None, tuple[Array, ...]]:
+def score_window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array,
+                 read: Array, *, top: int) -> tuple[Cache | None, tuple[Array, ...]]:
     """Runs the model on a window, scores it, and commits it to the cache, if there is one.
 
     Args:

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 import decodax.models
 from decodax.common.arguments import outside, shown
 from decodax.common.ids import named
-from decodax.common.registry import Entry
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model, RandomWeights
 from decodax.io.checkpoint import (
@@ -217,16 +215,6 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
 def zoo() -> list[str]:
     """Returns the names of the shipped models."""
     return sorted(p.parent.name for p in ZOO.glob("*/config.json") if not is_drafter(p.parent))
-
-
-def listed_models() -> list[Entry]:
-    """Returns the shipped models as entries of `decodax list`."""
-    found = []
-    for name in zoo():
-        text = (ZOO / name / "README.md").read_text().partition("\n# ")[2]       # the model card after its heading
-        line = " ".join(text.split("\n\n")[1].split())
-        found.append(Entry("models", name, load, "", "", re.split(r"(?<=[a-z])\. ", line)[0].rstrip(".")))
-    return found
 
 
 def find(name_or_dir: str | Path) -> Path:

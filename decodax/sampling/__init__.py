@@ -1,5 +1,6 @@
 """Transforms of logits, the chain of transforms that samplers and verifiers share, and the drawing of tokens."""
 
+from decodax.common.names import directory
 from decodax.sampling.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
 from decodax.sampling.arithmetic import Arithmetic
 from decodax.sampling.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
@@ -25,3 +26,5 @@ __all__ = [
     "SuppressTokens", "Temperature", "Timestamps", "TopH", "TopK", "TopNSigma", "TopP", "Transform", "Typical",
     "build", "detect", "from_generation_config", "generation_settings",
 ]
+
+__dir__ = directory(__all__)

@@ -303,12 +303,12 @@ class Distribution(Struct):
         """
         if self.stateful or not any(isinstance(t, Temperature) for t in self.policy.transforms):
             return draw(self.processed(nodes), self._addresses(nodes, purpose, salt))
-        tokens = lambda logits, nodes: self._draw(logits, nodes, purpose, salt)
+        tokens = lambda logits, nodes: self.draw_from(logits, nodes, purpose, salt)
         hidden = self.hidden if nodes is None else take(self.hidden, nodes)
         fused = self._fused(jax.eval_shape(self.head, hidden)) is not None
         return by_nodes(tokens, self.head, hidden, nodes, once=fused)
 
-    def _draw(self, logits: Array, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
+    def draw_from(self, logits: Array, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
         """Draws as in `draw`, from the model's logits `f32[B, W', V]` at the nodes, if no transform has a state."""
         chain, cold = self.policy.transforms, self.policy.greedy
         cut = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))

@@ -8,6 +8,7 @@ rows, and `Forks.ahead` returns a copy that is generated further, as a lookahead
 
 from typing import Any
 
+from decodax.common.names import directory
 from decodax.common.registry import SEARCHES
 from decodax.search.apar_data import Tuning, from_apar, outline, to_apar
 from decodax.search.beam import AStar, StepBeams, mean_shortfall
@@ -95,5 +96,4 @@ def __getattr__(name: str) -> Any:
     return SEARCHES.attribute(name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*__all__, *SEARCHES.identifiers()})
+__dir__ = directory(__all__, SEARCHES.identifiers)

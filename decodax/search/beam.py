@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.options import Count
 from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, scored, settled
 from decodax.search.forks import Forks
@@ -30,12 +31,13 @@ class StepBeams(Explorer):
     """
 
     reward: Score
-    n: int = 8
-    width: int = 4
+    n: Count = 8
+    width: Count = 4
 
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.n % self.width:
+        super().__post_init__()
+        if self.n % self.width:
             raise ValueError(f"width: got {self.width} for {self.n} rows, takes a divisor of n")
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
@@ -51,7 +53,7 @@ class StepBeams(Explorer):
         return Ranked(score)
 
 
-def _no_cost(scores: Sequence[float]) -> float:
+def no_cost(scores: Sequence[float]) -> float:
     return 0.0
 
 
@@ -79,15 +81,16 @@ class AStar(Explorer):
     """
 
     reward: Score
-    n: int = 16
-    branch: int = 4
-    expansions: int = 64
-    answers: int = 1
-    cost: Callable[[Sequence[float]], float] = _no_cost
+    n: Count = 16
+    branch: Count = 4
+    expansions: Count = 64
+    answers: Count = 1
+    cost: Callable[[Sequence[float]], float] = no_cost
 
 
     def __post_init__(self) -> None:
-        if not 1 <= self.branch < self.n:
+        super().__post_init__()
+        if self.branch >= self.n:
             raise ValueError(f"branch: got {self.branch} for {self.n} rows, takes from 1 to {self.n - 1}")
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:

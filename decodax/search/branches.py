@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count, TokenId
 from decodax.common.registry import SEARCHES
 from decodax.common.struct import struct
 from decodax.core.state import Status
@@ -111,17 +112,11 @@ class APAR(Explorer):
             a child, and one before a child whose introduction has a number with a dot.
     """
 
-    fork: int | str
-    child: int | str
-    threads: int = 8
-    depth: int = 2
+    fork: TokenId | str
+    child: TokenId | str
+    threads: Count = 8
+    depth: Count = 2
     newlines: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "depth"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 1")
 
     @property
     def rows(self) -> int:

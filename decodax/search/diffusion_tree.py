@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.options import Count, NonNegative, Positive, Share
 from decodax.common.registry import SEARCHES
 from decodax.core.state import Status
 from decodax.search.canvases import Canvases
@@ -110,20 +111,12 @@ class DTS(CanvasExplorer):
     """
 
     reward: Score
-    lam: float = 1.0
-    n: int = 8
-    simulations: int = 64
-    children: float = 1.0
-    widening: float = 0.8
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("n", 1), ("simulations", 1), ("every", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
-        if not (self.lam > 0 and self.children > 0 and 0 <= self.widening <= 1):
-            raise ValueError(f"lam, children and widening: got {self.lam}, {self.children} and {self.widening}, take "
-                             "numbers above 0, the last one from 0 to 1")
+    lam: Positive = 1.0
+    n: Count = 8
+    simulations: Count = 64
+    children: Positive = 1.0
+    widening: Share = 0.8
+    every: Count = 1
 
     def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
         """Returns the number of the child of canvas `node` to which a simulation goes: one drawn with probability
@@ -234,7 +227,7 @@ class DTSStar(DTS):
             a child's value (UCT). 0: only the growing maximum number of children makes the search explore.
     """
 
-    exploration: float = 0.0
+    exploration: NonNegative = 0.0
 
     def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
         children = tree.children[node]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from decodax.common.arguments import shown
+from decodax.common.options import Checked, Count
 from decodax.common.registry import SEARCHES
 from decodax.common.struct import short
 from decodax.core.checks import instance
@@ -78,7 +79,7 @@ class Explored:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explorer(Search):
+class Explorer(Checked, Search):
     """Base class of searches over texts that grow step by step: a frozen dataclass whose fields are the search's
     options.
 
@@ -93,7 +94,7 @@ class Explorer(Search):
     """
 
     until: str | tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
-    step_tokens: int | None = dataclasses.field(default=None, kw_only=True)
+    step_tokens: Count | None = dataclasses.field(default=None, kw_only=True)
 
     reads: ClassVar[str] = ""
 
@@ -121,7 +122,7 @@ class Explorer(Search):
 
 
 @dataclasses.dataclass(frozen=True)
-class CanvasExplorer(Search):
+class CanvasExplorer(Checked, Search):
     """Base class of searches over canvases that are denoised step by step. It is used as `Explorer` is, with `Canvases`
     in place of `Forks`."""
 

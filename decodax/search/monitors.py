@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.options import Count
 from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
@@ -46,8 +47,8 @@ class WithTools(Explorer):
     """
 
     act: Act
-    n: int = 1
-    rounds: int = 8
+    n: Count = 1
+    rounds: Count = 8
     last: str | None = None
     reward: Score | None = None
 
@@ -99,9 +100,9 @@ class TrimR(Explorer):
 
     redundant: Callable[[Any, Sequence[str]], bool]
     guidance: str
-    patience: int = 2
-    least: int = 1
-    n: int = 1
+    patience: Count = 2
+    least: Count = 1
+    n: Count = 1
 
     reads = "puts texts into a row"
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.options import Count, Share
 from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, log_mean, normal, resample, scored
 from decodax.search.forks import Forks
@@ -24,11 +25,6 @@ def _odds(scores: np.ndarray) -> np.ndarray:
         raise ValueError(f"reward: got {scores.min():g} to {scores.max():g}, takes probabilities from 0 to 1")
     p = np.clip(scores, EDGE, 1 - EDGE)
     return np.log(p) - np.log1p(-p)
-
-
-def _checked_how(how: str) -> None:
-    if how not in ("multinomial", "systematic"):
-        raise ValueError(f"resampling: got {how!r}, takes 'multinomial' or 'systematic'")
 
 
 def _written(forks: Forks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,16 +75,10 @@ class ParticleFilter(Explorer):
     """
 
     reward: Score
-    n: int = 8
+    n: Count = 8
     choose: Literal["largest", "sample"] = "largest"
     increment: bool = False
     resampling: Resampling = "multinomial"
-
-
-    def __post_init__(self) -> None:
-        if self.choose not in ("largest", "sample"):
-            raise ValueError(f"choose: got {self.choose!r}, takes 'largest' or 'sample'")
-        _checked_how(self.resampling)
 
     def _odds(self, prompt: Any, texts: Sequence[Any]) -> np.ndarray:
         return _odds(np.asarray(self.reward(prompt, texts), np.float64))
@@ -138,16 +128,11 @@ class SMC(Explorer):
     """
 
     potential: Score
-    n: int = 8
+    n: Count = 8
     twist: Score | None = None
-    least: float = 0.5
+    least: Share = 0.5
     resampling: Resampling = "systematic"
     ended: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.least <= 1:
-            raise ValueError(f"least: got {self.least!r}, takes a share from 0 to 1")
-        _checked_how(self.resampling)
 
     def _value(self, forks: Forks, asked: Sequence[Any], wrote: np.ndarray, old: np.ndarray) -> np.ndarray:
         over, going = wrote & ~forks.live, wrote & forks.live
@@ -197,8 +182,8 @@ class Steering(Explorer):
     """
 
     potential: Score
-    n: int = 4
-    factor: int = 3
+    n: Count = 4
+    factor: Count = 3
 
     @property
     def rows(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.options import Count, Positive, Share, Whole
 from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked
 from decodax.search.forks import Forks
@@ -101,14 +102,14 @@ class PhiDecoding(Explorer):
         vectors: embeds foresights for the clusters; by default TF-IDF.
     """
 
-    beams: int = 4
-    samples: int = 4
-    steps: int = 8
-    first: int = 4
+    beams: Count = 4
+    samples: Count = 4
+    steps: Count = 8
+    first: Whole = 4
     sigma: float = 1.0
-    agreement: float = 0.69
-    clusters: int = 3
-    temperature: float = 0.1
+    agreement: Share = 0.69
+    clusters: Count = 3
+    temperature: Positive = 0.1
     vectors: Vectors = tf_idf
 
     reads = "compares foresights as texts"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.options import Count, Whole
 from decodax.common.registry import SEARCHES
 from decodax.front.score import score
 from decodax.io.appended import appended
@@ -58,11 +59,11 @@ class CoRAG(Explorer):
     """
 
     retrieve: Retrieve
-    n: int = 8
-    rounds: int = 6
+    n: Count = 8
+    rounds: Count = 6
     way: Literal["best-of-n", "tree"] = "best-of-n"
-    rollouts: int = 2
-    ahead: int = 2
+    rollouts: Count = 2
+    ahead: Whole = 2
     last: str | None = None
     nothing: str = NOTHING
     penalty: Score | None = None
@@ -70,12 +71,8 @@ class CoRAG(Explorer):
     reads = "puts texts into a row"
 
     def __post_init__(self) -> None:
-        if self.way not in ("best-of-n", "tree"):
-            raise ValueError(f"way: got {self.way!r}, takes 'best-of-n' or 'tree'")
-        if self.n < 1 or self.rounds < 1 or self.ahead < 0:
-            raise ValueError(f"n, rounds and ahead: got {self.n}, {self.rounds} and {self.ahead}, take at least 1, the "
-                             "last at least 0")
-        if self.way == "tree" and (self.rollouts < 1 or self.n % self.rollouts):
+        super().__post_init__()
+        if self.way == "tree" and self.n % self.rollouts:
             raise ValueError(f"rollouts: got {self.rollouts} for {self.n} rows, takes a divisor of n")
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:

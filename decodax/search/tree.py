@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.options import Count
 from decodax.common.registry import SEARCHES
 from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
@@ -57,19 +58,17 @@ class TreePO(Explorer):
         reward: scores whole texts to choose the answer; None: the mean log-probability of a token.
     """
 
-    n: int = 16
-    divergence: int = 2
-    first: tuple[int, int] = (2, 8)
-    depth: int = 14
+    n: Count = 16
+    divergence: Count = 2
+    first: tuple[Count, Count] = (2, 8)
+    depth: Count = 14
     weights: Branching = "even"
     reward: Score | None = None
 
     def __post_init__(self) -> None:
-        if self.divergence < 1 or not 1 <= self.first[0] <= self.first[1]:
-            raise ValueError(f"divergence and first: got {self.divergence} and {self.first}, take at least 1, and two "
-                             "increasing bounds of at least 1")
-        if self.weights not in ("even", "likely", "unlikely"):
-            raise ValueError(f"weights: got {self.weights!r}, takes 'even', 'likely' or 'unlikely'")
+        super().__post_init__()
+        if len(self.first) != 2 or self.first[0] > self.first[1]:
+            raise ValueError(f"first: got {self.first}, takes two increasing bounds")
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         P, own = len(forks), np.arange(self.n)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from decodax.common.names import directory
 from decodax.common.registry import SELECTS
 from decodax.select.bayes_risk import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
@@ -70,5 +71,4 @@ def __getattr__(name: str) -> Any:
     return SELECTS.attribute(name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*__all__, *SELECTS.identifiers()})
+__dir__ = directory(__all__, SELECTS.identifiers)

@@ -11,9 +11,11 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import numpy as np
 
+from decodax.common.options import Count, NonNegative, Range, Whole
 from decodax.common.registry import SELECTS
 from decodax.select.candidates import Candidates, SelectionRule
 from decodax.select.utilities import chrf, f_score, ngrams
@@ -110,14 +112,13 @@ class PruningMBR(MBR):
         seed: seed of the bootstrap samples.
     """
 
-    alpha: float = 0.99
-    schedule: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
-    samples: int = 500
-    seed: int = 0
+    alpha: Annotated[float, Range(0, 1, above=True)] = 0.99
+    schedule: tuple[Count, ...] = (8, 16, 32, 64, 128, 256)
+    samples: Count = 500
+    seed: Whole = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha: got {self.alpha}, takes a number above 0, at most 1")
+        super().__post_init__()
         if not self.itself or self.weighted:
             raise ValueError("itself, weighted: the published rule compares with all references alike")
 
@@ -159,17 +160,11 @@ class LowRankMBR(MBR):
         seed: seed of the compared pairs and of the initial factors.
     """
 
-    reduction: float = 8.0
-    rank: int = 8
-    ridge: float = 0.1
-    rounds: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.reduction < 1:
-            raise ValueError(f"reduction: got {self.reduction}, takes at least 1")
-        if self.rank < 1:
-            raise ValueError(f"rank: got {self.rank}, takes at least 1")
+    reduction: Annotated[float, Range(1)] = 8.0
+    rank: Count = 8
+    ridge: NonNegative = 0.1
+    rounds: Count = 10
+    seed: Whole = 0
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         texts, n = candidates.texts, len(candidates)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.options import Count
 from decodax.common.registry import FUNCTIONS, SELECTS
 from decodax.select.candidates import Candidates, SelectionRule
 
@@ -66,11 +67,7 @@ class QualityAware(SelectionRule):
 
     quality: Reward
     rule: SelectionRule
-    keep: int = 8
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep: got {self.keep}, takes at least 1")
+    keep: Count = 8
 
     def with_model(self, lm: Any) -> QualityAware:
         return dataclasses.replace(self, rule=self.rule.with_model(lm))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.arguments import shown, whole
+from decodax.common.options import Checked
 from decodax.common.registry import SELECTS
 from decodax.common.struct import short
 from decodax.core.checks import instance
@@ -100,7 +101,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectionRule(Select):
+class SelectionRule(Checked, Select):
     """Base class of rules that choose among candidates: a frozen dataclass whose fields are the options of the rule.
 
     A derived class defines `scores`.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from decodax.common.options import Count, NonNegative, Positive, Whole
 from decodax.common.registry import SELECTS
 from decodax.front.score import score
 from decodax.select.candidates import Candidates, ModelRule, SelectionRule
@@ -83,14 +84,10 @@ class EquilibriumRanking(ModelRule):
 
     generator: Callable[[Any, str], str] = ask_generator
     discriminator: Callable[[Any, str], str] = ask_discriminator
-    by: str = "discriminator"
-    rounds: int = 5000
-    rate: float = 0.1
-    regularization: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.by not in ("discriminator", "generator"):
-            raise ValueError(f"by: got {self.by!r}, takes 'discriminator' or 'generator'")
+    by: Literal["discriminator", "generator"] = "discriminator"
+    rounds: Count = 5000
+    rate: Positive = 0.1
+    regularization: NonNegative = 0.1
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         texts, values = list(dict.fromkeys(candidates.texts)), ("correct", "incorrect")
@@ -172,7 +169,7 @@ class Corrected(SelectionRule):
         seed: seed of the draw, combined with `Candidates.address`.
     """
 
-    seed: int = 0
+    seed: Whole = 0
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         if candidates.log_weights is None:

@@ -33,10 +33,10 @@ def insert(program: str, edit: str) -> str:
     for row in edit.strip("\n").split("\n") if edit.strip() else []:
         if head := _HUNK.match(row):
             start, count = int(head[1]), int(head[2] or 1)
-            at = start if count == 0 else start - 1         # without lines of its own a hunk stands behind a line
+            at = start if count == 0 else start - 1         # without lines of its own a hunk follows a line
             if not done <= at <= len(lines):
-                raise ValueError(f"edit: got a hunk at line {start} of a program of {len(lines)} lines, behind "
-                                 f"line {done}")
+                raise ValueError(f"edit: got a hunk at line {start} of a program of {len(lines)} lines, after "
+                                 f"line {done}, takes hunks in the order of lines")
             out += lines[done:at]
             done, made = at, row
         elif made is None:

@@ -31,10 +31,6 @@ class PairRanker(SelectionRule):
     compare: Compare
     way: Literal["all", "wins", "bubble"] = "all"
 
-    def __post_init__(self) -> None:
-        if self.way not in ("all", "wins", "bubble"):
-            raise ValueError(f"way: got {self.way!r}, takes 'all', 'wins' or 'bubble'")
-
     def scores(self, candidates: Candidates) -> np.ndarray:
         texts, n = candidates.texts, len(candidates)
         beats = lambda i, j: (float(self.compare(candidates.prompt, texts[i], texts[j]))

@@ -116,7 +116,7 @@ class Faithfulness:
     def __str__(self) -> str:
         rows = "; ".join(f"{s:.0%}: {p:.2f}" + ("" if np.isnan(a) else f", same answer {a:.0%}")
                          for s, p, a in zip(self.shares, self.log_probs, self.same, strict=True))
-        return (f"log-probability of the answer behind so much of the rationale: {rows}; area over the curve "
+        return (f"log-probability of the answer after each share of the rationale: {rows}; area over the curve "
                 f"{self.area:.2f}")
 
 

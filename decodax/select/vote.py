@@ -38,10 +38,6 @@ class SelfConsistency(SelectionRule):
     answer: Callable[[str], Hashable | None] = stripped
     weight: Weight = "count"
 
-    def __post_init__(self) -> None:
-        if self.weight not in ("count", "probability", "normalized"):
-            raise ValueError(f"weight: got {self.weight!r}, takes 'count', 'probability' or 'normalized'")
-
     def scores(self, candidates: Candidates) -> np.ndarray:
         answers = [self.answer(text) for text in candidates.texts]
         each = self._weights(candidates)

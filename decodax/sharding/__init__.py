@@ -2,6 +2,7 @@
 overlaps, and prompts that several devices prefill together."""
 
 from decodax.common.axes import CONTEXT, DATA, EXPERT, MODEL
+from decodax.common.names import directory
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
 from decodax.sharding.sequence import (
@@ -31,3 +32,5 @@ __all__ = [
     "place",
     "weave",
 ]
+
+__dir__ = directory(__all__)

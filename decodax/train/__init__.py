@@ -4,6 +4,7 @@ heads."""
 from decodax.algorithms.speculative import fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.algorithms.speculative.adaptive.fit_sequoia import fit_acceptance, fit_sequoia
 from decodax.algorithms.speculative.adaptive.fit_stoppers import fit_acceptance_head, fit_draft_length
+from decodax.common.names import directory
 from decodax.train.aqua_kv import fit_predictors
 from decodax.train.attention_predictor import fit_attention_predictor
 from decodax.train.cq import fit_codebooks
@@ -28,3 +29,5 @@ __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_acceptance", "fi
            "fit_layers", "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors", "fit_scaling",
            "fit_sequoia", "fit_skipped_layers", "fit_sparse_trees", "fit_token_butler", "fit_tree", "mean_kv_heads",
            "sub_model", "train_kv_prediction"]
+
+__dir__ = directory(__all__)

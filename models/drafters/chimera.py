@@ -101,7 +101,7 @@ class ChimeraHead(ModuleHead):
         token = embed(tokens).astype(state.dtype)
         u = jnp.concatenate([*before, token], -1)
         x = network.project(u + jax.nn.silu(network.trigram(u)))
-        # the context's key stands at the position of its feature, the trigram's one further
+        # the context's key is at the position of its feature, the trigram's one further
         keys_values = layer.attn.keys_values(layer.attn_in(context), rope_tables(self.config, positions))
         branch, entry = layer.attn(0, layer.attn_in(x), rope_tables(self.config, positions + 1),
                                    _with_own(attend, *keys_values))

@@ -1,4 +1,4 @@
-"""Stacked heads behind decoder layers over the target's hidden states: the prefix layer of Hydra++ (Ankner et al.,
+"""Stacked heads after decoder layers over the target's hidden states: the prefix layer of Hydra++ (Ankner et al.,
 2024) and the augmenting block of Clover (Xiao et al., 2024).
 
 The layers see all hidden states up to the newest one and run once for each verified token. Drafted tokens have no

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Checked
 from decodax.models.calibration import Statistic
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
 
 
-class Format(abc.ABC):
+class Format(Checked, abc.ABC):
     """Base class of formats that pack single kernels."""
 
     @property
@@ -40,7 +41,7 @@ class Format(abc.ABC):
         """
 
 
-class ModelFormat(abc.ABC):
+class ModelFormat(Checked, abc.ABC):
     """Base class of formats that pack a whole model, since they change more than single kernels."""
 
     @property

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from decodax.common.axes import free_axes, platform
+from decodax.common.options import Count, NonNegative, Range, Whole
 from decodax.common.struct import static, struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.format import Format
@@ -196,29 +197,23 @@ class GLVQ(Format):
         tolerance: learning ends when the relative change of the loss is smaller than this.
     """
 
-    bits: int = 2
-    group: int = 128
-    dimension: int = 8
-    spread: int = 1
+    bits: Annotated[int, Range(1, 7)] = 2
+    group: Count = 128
+    dimension: Annotated[int, Range(1, 64)] = 8
+    spread: Annotated[int, Range(0, 1)] = 1
     scales: bool = False
-    steps: int = 100
-    rate: float = 0.03
-    penalty: float = 1e-4
-    tolerance: float = 1e-6
+    steps: Whole = 100
+    rate: NonNegative = 0.03
+    penalty: NonNegative = 1e-4
+    tolerance: NonNegative = 1e-6
 
     def __post_init__(self) -> None:
-        for name, least, most in (("bits", 1, 7), ("dimension", 1, 64), ("spread", 0, 1), ("steps", 0, None)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least or (most is not None and value > most):
-                raise ValueError(f"{name}: got {value!r}, takes an int from {least}" + (f" to {most}" if most else ""))
+        super().__post_init__()
         if self.bits <= self.spread:
             raise ValueError(f"spread: got {self.spread} with {self.bits} bits, takes 0: a code has at least one bit")
-        if self.group < 1 or self.group % self._multiple:
+        if self.group % self._multiple:
             raise ValueError(f"group: got {self.group}, takes a multiple of {self._multiple}, that is, of 8 and of "
                              f"dimension {self.dimension}")
-        for name in ("rate", "penalty", "tolerance"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 0 or more")
 
     @property
     def _multiple(self) -> int:

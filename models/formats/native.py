@@ -45,7 +45,7 @@ KINDS = ((32, 4), (32, 5), (32, 8), (16, 6))
 
 def usable() -> bool:
     """Returns True if the process computes on CPU and the library is there or could be compiled."""
-    return platform() == "cpu" and _registered()
+    return platform() == "cpu" and registered()
 
 
 def takes() -> bool:
@@ -74,7 +74,7 @@ def matmul(x: Array, codes: Array, scales: Array, *, group: int, bits: int, offs
 
 
 @functools.cache
-def _registered() -> bool:
+def registered() -> bool:
     """Compiles and registers the library. Returns False, with a log message, if that is not possible."""
     if os.environ.get("DECODAX_NATIVE") == "0":
         return False
@@ -84,7 +84,7 @@ def _registered() -> bool:
         LOG.info("packed weights are multiplied by XLA: no C++ compiler (%s)", ", ".join(COMPILERS))
         return False
     try:
-        library = ctypes.cdll.LoadLibrary(str(_built(compiler)))
+        library = ctypes.cdll.LoadLibrary(str(compiled(compiler)))
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.DecodaxMatmul), platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
@@ -94,7 +94,7 @@ def _registered() -> bool:
     return True
 
 
-def _built(compiler: str) -> Path:
+def compiled(compiler: str) -> Path:
     """Returns the compiled library, in the cache folder ($XDG_CACHE_HOME or ~/.cache) or else in a temporary one.
 
     Raises:

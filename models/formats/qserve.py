@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 
 from decodax.common.axes import platform
 from decodax.common.hadamard import hadamard
+from decodax.common.options import Range
 from decodax.common.struct import struct
 from decodax.models.formats.format import Format
 from decodax.models.names import flatten
@@ -181,12 +182,11 @@ class QServe(Format):
             an 8-bit integer, or a float16 without groups, and ranges need not include 0.
     """
 
-    group: int = 128
+    group: Annotated[int, Range(-1)] = 128
     zero: Literal["pre-scale", "post-scale"] = "pre-scale"
 
     def __post_init__(self) -> None:
-        if self.zero not in PROTECTED:
-            raise ValueError(f"zero: got {self.zero!r}, takes {' or '.join(map(repr, PROTECTED))}")
+        super().__post_init__()
         if self.group != -1 and (not 2 <= self.group <= EXACT or self.group % 2):
             raise ValueError(f"group: got {self.group}, takes an even number from 2 to {EXACT}, or -1 for none")
 

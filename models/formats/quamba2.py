@@ -34,8 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.common.arguments import check_counts
 from decodax.common.hadamard import rotation
+from decodax.common.options import Count
 from decodax.models.formats.format import ModelFormat
 from decodax.models.formats.integers import InputsRotated, Integers, Static, nibbles, quarter
 from decodax.models.formats.quamba2_scales import arranged, scale_of, scales_of, watched
@@ -63,16 +63,16 @@ class Quamba2(ModelFormat):
 
     weights: Literal[4, 8] = 8
     activations: Literal[8, 16] = 8
-    heads: int = 4
-    channels: int = 4
+    heads: Count = 4
+    channels: Count = 4
     head: bool = True
     table: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.weights, self.activations) not in ((8, 8), (4, 8), (4, 16)):
             raise ValueError(f"weights, activations: got {self.weights} and {self.activations} bits, takes 8 and 8, 4 "
                              "and 8, or 4 and 16")
-        check_counts(self, "heads", "channels")
 
     @property
     def data(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from decodax.common.axes import free_axes, platform
+from decodax.common.options import Range, Share
 from decodax.common.struct import struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.format import Format
@@ -159,14 +160,8 @@ class RSparse(Format):
             None: chosen for each kernel.
     """
 
-    sparsity: float = 0.5
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity: got {self.sparsity!r}, takes 0 to below 1")
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio: got {self.ratio!r}, takes 0 to 1, or None")
+    sparsity: Annotated[float, Range(0, 1, below=True)] = 0.5
+    ratio: Share | None = None
 
     @property
     def statistic(self) -> Magnitudes:

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.axes import platform
+from decodax.common.options import Range
 from decodax.common.struct import static, struct
 from decodax.models.formats.format import Format
 from decodax.models.packed import LANES, Packed, dot, partial_sums, total
@@ -152,11 +153,7 @@ class Int4(Format):
         group: number of inputs in a group; if it does not divide the number of inputs, their greatest common divisor.
     """
 
-    group: int = 128
-
-    def __post_init__(self) -> None:
-        if self.group < 2:
-            raise ValueError(f"group: got {self.group}, takes 2 or more")
+    group: Annotated[int, Range(2)] = 128
 
     def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from decodax.common.axes import free_axes, platform
+from decodax.common.options import Positive, Range
 from decodax.common.struct import static, struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.clusters import means, nearest
@@ -223,19 +224,10 @@ class SqueezeLLM(Format):
             more; try a few with `whole` until the share is as wanted. None: `outliers`.
     """
 
-    bits: int = 3
-    sensitive: float = 0.0005
-    outliers: float = 0.004
-    spread: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits not in (3, 4):
-            raise ValueError(f"bits: got {self.bits!r}, takes 3 or 4")
-        for name in ("sensitive", "outliers"):
-            if not 0 <= getattr(self, name) < 0.5:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes a share from 0 to below 0.5")
-        if self.spread is not None and not self.spread > 0:
-            raise ValueError(f"spread: got {self.spread!r}, takes a number above 0, or None")
+    bits: Literal[3, 4] = 3
+    sensitive: Annotated[float, Range(0, 0.5, below=True)] = 0.0005
+    outliers: Annotated[float, Range(0, 0.5, below=True)] = 0.004
+    spread: Positive | None = None
 
     @property
     def statistic(self) -> Fisher:

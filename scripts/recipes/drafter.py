@@ -154,7 +154,7 @@ def kept_features(options: Options, objective: Any, batches: corpus.Batches, wei
 
 
 def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shape: Shape, temperature: float) -> float:
-    """Returns the mean number of tokens of a forward pass of the target behind held-out prompts, with drafts of a
+    """Returns the mean number of tokens of a forward pass of the target after held-out prompts, with drafts of a
     shape; units have their own. A pass that drafts counts by its share of the layers."""
     head = drafter.head if isinstance(drafter, TrainedDrafter) else None
     if isinstance(head, UnitHead):

@@ -31,7 +31,7 @@ ROWS, BLOCK, KEEP = 64, 5, 8
 CONFIG = llama_config(len(VOCABULARY), max_position_embeddings=64, rope_theta=100.0)
 
 INTRODUCTION = f"""A small Llama-shaped Markov transformer that writes numbers in words. It is made to show cascaded
-decoding (Deng and Rush, 2020): behind a barrier, `{BARRIER}`, it sees the number and the words since the barrier, up to
+decoding (Deng and Rush, 2020): after a barrier, `{BARRIER}`, it sees the number and the words since the barrier, up to
 {BLOCK - 1} of them, and nothing else. Each number can be written in several ways, all equally likely, which must not be
 mixed. Its language is that of `decodax/bench/problems/numerals.py`."""
 

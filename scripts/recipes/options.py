@@ -39,7 +39,7 @@ STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
 """Drafters of small heads without attention."""
 
 SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2", "chimera")
-"""Drafters of small heads that read the drafted tokens, behind or beside decoder layers."""
+"""Drafters of small heads that read the drafted tokens, after or beside decoder layers."""
 
 PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-2)
 """Learning rates of drafters, where not 1e-3."""

@@ -117,7 +117,7 @@ def test_rolling_log_likelihoods(both):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("algorithm", often(["prompt-lookup:length=3"], [None, "prompt-lookup:length=3", "jacobi"]))
-def test_answers(both, algorithm):
+def test_generated_answers_are_those_of_lm_eval_with_transformers(both, algorithm):
     ours, theirs, _ = both
     lm = HarnessLM(ours.lm, algorithm=algorithm, batch_size=4, progress=False)
     end = ours.tokenizer.special_tokens["eos_token"]

@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_turn_is_a_prompt_behind_what_plain_decoding_says(file: Path, tiny_model: Path) -> None:
+def test_each_turn_is_a_prompt_after_the_answers_of_plain_decoding(file: Path, tiny_model: Path) -> None:
     lm = dx.load(tiny_model)
     assert lm.tokenizer is not None
     tasks = questions(file)

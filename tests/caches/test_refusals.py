@@ -66,7 +66,7 @@ MADE: list[tuple[str, dict[str, Any], str]] = [
     ("freqkv", dict(size=4), "size: got 4, takes more than the 4 first"),
     ("less", {}, "kernels: got none, takes what decodax.train.less trains"),
     ("speckv", {}, "draft: got none, takes a smaller model"),
-    ("speckv", dict(draft=GUESSES, kernel_size=4), "kernel_size: got 4, takes an odd number"),
+    ("speckv", dict(draft=GUESSES, kernel_size=4), "kernel_size: got 4, takes a whole number from 1, odd"),
     ("kvcrush", dict(budget=446), "budget: got 446, takes a number of tokens from 447"),
     ("kvcrush", dict(budget=0.5), "budget: got 0.5, takes a number of tokens"),
     ("laq", dict(lookahead_window_size=10), "lookahead_window_size: got 10, takes the 8 tokens ahead and the 8"),
@@ -108,7 +108,7 @@ MADE: list[tuple[str, dict[str, Any], str]] = [
      "budget: got 150, takes a number of tokens with room for two blocks of 16 beside"),
     ("clusterkv", dict(budget=16), "budget: got 16, takes more than the 16 first tokens"),
     ("sentence-kv", dict(budget=64), "budget: got 64, takes more than the 64 first and latest"),
-    ("sentence-kv", dict(ends=("a",)), r"ends: got \('a',\), takes token ids"),
+    ("sentence-kv", dict(ends=("a",)), r"ends: got \('a',\), takes a tuple of token ids"),
     ("token-butler", {}, "butler: got none, takes what decodax.train.token_butler"),
     ("token-butler", dict(butler=BUTLER, budget=1.5), "budget: got 1.5, takes a number of tokens"),
     ("snapkv", dict(windw=3), "cache: 'snapkv' takes no option 'windw'; takes budget=2048"),
@@ -192,7 +192,7 @@ USED: list[tuple[str, Callable[[], object]]] = [
     ("texts: got one of 5 tokens, takes more than 176", lambda: fit_attention_predictor(SMALL, PROMPTS)),
     ("steps, batch, history, block, recent, rate: got 0",
      lambda: fit_attention_predictor(SMALL, [list(range(16)) * 12], steps=0)),
-    (r"cache: got \w+, which stands beside no other cache", lambda: run(
+    (r"cache: got \w+, which cannot be combined with another cache", lambda: run(
         make("retro-attention", **OPTIONS["retro-attention"]), algorithm=dx.algorithms.make("magicdec", SMALL,
                                                                                            budget=14))),
     ("lm: got a Transformer, and retro-attention takes a model each of whose", lambda: make(

@@ -94,7 +94,7 @@ def test_constraints_and_rules_are_given_as_strings(generate: Run) -> None:
 
 
 @pytest.mark.full
-def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) -> None:
+def test_a_context_comes_before_the_prompt(generate: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b a b a b a b a b ")
     whole = as_json(generate, "a b a b a b a b a b c a b", "--max-new-tokens", "8")
     assert as_json(generate, "c a b", "--context", str(tmp_path / "text"), "--max-new-tokens", "8")["tokens"] == \
@@ -114,14 +114,23 @@ def test_everything_that_has_a_name_is_listed(capsys: pytest.CaptureFixture[str]
     for name, shelf in SHELVES.items():
         assert set(re.findall(r"\S+", shown)) >= set(shelf), name
     assert {"pycode", "sums"} < set(shown.split())
-    assert max(map(len, shown.splitlines())) <= 100
+    assert max(map(len, shown.splitlines())) <= 100 and len(shown.splitlines()) <= 80
+
+
+def test_all_listings_show_names_and_one_listing_says_what_each_does(capsys: pytest.CaptureFixture[str],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown, line = listed(capsys), re.compile(r"^snapkv .*latest queries.* approximate$", re.MULTILINE)
+    assert re.search(r"^evict +snapkv  h2o  ", shown, re.MULTILINE) and "approximate" not in shown
+    assert line.search(listed(capsys, "caches")) and line.search(listed(capsys, "--family", "evict"))
 
 
 def test_a_listing_fits_the_columns_that_a_pipe_is_given(capsys: pytest.CaptureFixture[str],
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (80, 140):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert width - 20 < max(map(len, listed(capsys, "caches").splitlines())) <= width
+        for args in ([], ["caches"]):
+            assert width - 20 < max(map(len, listed(capsys, *args).splitlines())) <= width
 
 
 def test_a_listing_has_options_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +145,16 @@ def test_an_entry_is_shown_with_its_paper_and_options(capsys: pytest.CaptureFixt
     assert "SnapKV: LLM Knows What You are Looking for" in shown and "kernel_size: a whole number from 1" in shown
 
 
-def test_samples_are_told_apart(generate: Run) -> None:
+def test_a_model_is_shown_by_its_card(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = listed(capsys, "pycode")
+    assert "A Llama-shaped language model for Python source" in shown and 'dx.load("pycode")' in shown
+    assert "Loads a shipped model" not in shown and "name_or_dir" not in shown
+    models = {entry["name"]: entry for entry in json.loads(listed(capsys, "models", "--json"))}
+    assert models["recall"]["summary"].endswith("in the manner of RULER (Hsieh et al. 2024)")
+    assert {entry["guarantee"] for entry in models.values()} == {""}
+
+
+def test_samples_are_printed_under_headings(generate: Run) -> None:
     args = ["x", "--temperature", "1", "--num-samples", "3"]
     texts = as_json(generate, *args)["text"]
     assert len(set(texts)) == 3
@@ -366,7 +384,7 @@ def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(("weights", "message"), [
     ("int9", "weights: got 'int9', takes 'int8'"),
     ("int4:groups=8", "weights: 'int4' takes no option 'groups'; takes "),
-    ("int4:group=1", "group: got 1, takes 2 or more"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
+    ("int4:group=1", "group: got 1, takes a whole number from 2"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
 def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                        weights: str, message: str) -> None:
     assert main(["quantize", str(tiny_model), str(tmp_path / "out"), "-w", weights]) == 2

@@ -1,6 +1,7 @@
 """One table of methods, which anybody fills at any time."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 import decodax as dx
 from decodax import cli
+from decodax.common.order import COMMON
 from decodax.common.registry import ALGORITHMS, SHELVES
 from decodax.io.load import LM
 from tests.algorithms.diffusion import toy
@@ -128,6 +130,18 @@ def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> 
     assert told == [*ALGORITHMS, "early"]
 
 
+def test_names_begin_with_the_most_used_of_each_family() -> None:
+    known = {*dx.zoo(), *(name for shelf in SHELVES.values() for name in shelf)}
+    assert set(COMMON) <= known
+    assert dx.caches.names("evict")[:2] == ["snapkv", "h2o"] and dx.caches.names()[0] == "snapkv"
+    assert dx.algorithms.names()[:3] == ["autoregressive", "prompt-lookup", "speculative-decoding"]
+    for shelf in SHELVES.values():
+        assert sorted(shelf.names()) == sorted(shelf)
+        for family in {entry.family for entry in shelf.values()}:
+            common = [name in COMMON for name in shelf.names(family)]
+            assert common == sorted(common, reverse=True)
+
+
 def test_the_package_shows_its_api_alone() -> None:
     assert set(dir(dx)) == set(dx.__all__) and len(dx.__all__) <= 52
     assert all(getattr(dx, name) is not None for name in dx.__all__)
@@ -159,6 +173,7 @@ def test_help_says_what_an_entry_does_its_options_its_paper_and_a_call(shelf: st
         assert all(f"    {name}: " in text for name in entry.options), entry.name
         assert f"=dx.{shelf}.{entry.identifier}(" in text, entry.name
         assert " at 0x" not in text, entry.name
+        assert " at 0x" not in pydoc.render_doc(getattr(getattr(dx, shelf), entry.identifier)), entry.name
 
 
 @pytest.mark.wide

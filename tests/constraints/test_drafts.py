@@ -46,7 +46,7 @@ class Unheld(Grown):
         return super().propose(params, policy.replace(transforms=links), s.replace(policy=states), state, drawn)
 
 
-def test_states_follow_what_is_drafted_and_behind_the_end_all_is_free() -> None:
+def test_states_follow_what_is_drafted_and_after_the_end_all_is_free() -> None:
     """The language of the text 0 1, whose end is 3, in one row; the other one is free."""
     following = np.full((4, 4), -1, np.int16)
     following[[0, 1, 2], [0, 1, 3]] = 1, 2, 3

@@ -183,8 +183,8 @@ def test_drafts_that_read_a_smaller_cache_change_no_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["act-qkv", "token-butler"])
-def test_drafts_on_another_cache_are_refused_where_a_cache_stands_alone(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^cache: got \w+, which stands beside no other cache, and drafts read one"):
+def test_drafts_on_another_cache_are_refused_by_a_cache_that_combines_with_none(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^cache: got \w+, which cannot be combined with another"):
         dx.generate(DEEP, PROMPTS, cache=make(name, **OPTIONS[name]), algorithm=dx.algorithms.make("magicdec", DEEP,
                                                                                                    budget=14),
                     max_new_tokens=2)

@@ -4,13 +4,16 @@ A value of another kind, a number out of its range and a word that is none of th
 the option's name. Bounds that one option sets to another are tested in the module of the method.
 """
 
+import collections.abc
+import contextlib
 import re
 import types
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from decodax.common.options import Range
+from decodax.common.options import Range, check_options
 from decodax.common.registry import FUNCTIONS, SHELVES, Shelf
 
 
@@ -27,8 +30,19 @@ def outside(hint: Any) -> list[Any]:
     numbers += [x.high if x.below else x.high + 1 for each in bounds.values() for x in each if x.high is not None]
     found: list[Any] = [x for x in numbers if not any(all(x in bound for bound in each) for each in bounds.values())]
     found += [Thing()] if bounds or bool in kinds else []
+    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
+    found += [(value,) for item in items for value in outside(item)]
     words = any(get_origin(kind) is Literal for kind in kinds) and str not in kinds
     return [*found, "no such word"] if words else found
+
+
+def fitting(make: Callable[..., Any], option: str) -> Any:
+    """Returns a value that an option takes: a number, a text or a function."""
+    for value in (1, "text", len):
+        with contextlib.suppress(ValueError):
+            check_options(make, {option: value})
+            return value
+    raise NotImplementedError(f"no value for {option}")
 
 
 CASES = {f"{shelf.kind}-{name}": (shelf, name) for shelf in SHELVES.values() if shelf is not FUNCTIONS for name in shelf
@@ -39,11 +53,29 @@ CASES = {f"{shelf.kind}-{name}": (shelf, name) for shelf in SHELVES.values() if 
 def test_values_outside_of_what_is_declared_are_refused_by_the_name_of_their_option(shelf: Shelf, name: str) -> None:
     options = shelf[name].options
     draft = Thing() if shelf[name].takes_draft else None
-    needed = {key: 1 for key, option in options.items() if not option.optional}
+    needed = {key: fitting(shelf[name].make, key) for key, option in options.items() if not option.optional}
     for option, declared in options.items():
         for value in outside(declared.hint):
             with pytest.raises(ValueError, match=rf"^[\w, ]*\b{option}\b.*: got .*, takes? "):
                 shelf.make(name, Thing(), draft, **{option: value} | needed | {option: value})
+
+
+ANY_NUMBER = {"length_penalty", "penalty", "states", "gaps", "lengths", "bits", "budget", "tau", "sigma", "t"}
+"""Options that take any number, or whose constructor says more than a range could."""
+
+
+def without_range(hint: Any) -> bool:
+    """True if an annotation takes numbers and declares no range of them."""
+    if get_origin(hint) is Annotated:
+        return not any(isinstance(part, Range) for part in get_args(hint)) and without_range(get_args(hint)[0])
+    if get_origin(hint) is Literal or get_origin(hint) is collections.abc.Callable:
+        return False
+    return hint in (int, float) or any(without_range(part) for part in get_args(hint))
+
+
+def test_numbers_have_a_declared_range() -> None:
+    assert {option for shelf in SHELVES.values() if shelf is not FUNCTIONS for entry in shelf.values()
+            for option, declared in entry.options.items() if without_range(declared.hint)} == ANY_NUMBER
 
 
 def test_an_option_that_has_to_be_given_is_asked_for() -> None:

@@ -124,7 +124,7 @@ def test_a_text_does_not_depend_on_its_batch(released: Path) -> None:
 
 
 @pytest.mark.wide
-def test_the_decoder_reads_vectors_where_the_context_stands(released: Path) -> None:
+def test_the_decoder_reads_vectors_at_the_place_of_the_context(released: Path) -> None:
     """Greedy tokens are those of a forward over embeddings; with drafts and a cache policy the same, row for row."""
     lm, found = decoder(), arc.load(released)
     rows: list[list[Any]] = [[CompressedContext(TEXTS[0]), [3, 4]], [

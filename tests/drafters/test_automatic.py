@@ -90,7 +90,7 @@ class Scripted(Controller):
 
 @pytest.mark.wide(but=("eagle-3",))
 @pytest.mark.parametrize("name", ["eagle-3", "dspark", "chimera", "medusa", "longspec", "falcon"])
-def test_a_head_that_is_told_later_of_rounds_without_drafts_knows_as_much(name: str,
+def test_a_head_that_reads_rounds_without_drafts_later_drafts_the_same(name: str,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts the same as a head that reads every round at once, also if the store fills up before and the head does
     not skip what is lost."""
@@ -152,7 +152,7 @@ def test_a_head_that_skips_rounds_drafts_as_if_their_tokens_were_not_there(name:
         assert any(np.allclose(without(first), held, atol=2e-5, rtol=1e-5) for first in range(1, n))
 
 
-def test_a_head_that_is_told_later_is_probed_when_it_is_due() -> None:
+def test_a_head_that_reads_rounds_later_is_probed_when_it_is_due() -> None:
     lm = cases.lm("llama")
     source: Any = drafting_source(lm, fresh("eagle-3", lm))
     method = Adaptive((NOTHING, Speculative(source, shape=Chain(2))), Automatic((1.0, 1.2), probing=0.05, patience=8))

@@ -171,7 +171,7 @@ def test_the_lengths_of_a_config_are_honoured(lm):
         dx.generate(lm, IDS, max_length=9, max_new_tokens=4)
 
 
-def test_a_forced_end_stands_where_the_call_puts_it(lm):
+def test_a_forced_end_is_where_the_call_puts_it(lm):
     config = said(lm, forced_eos_token_id=7, max_new_tokens=3, eos_token_id=7)
     (forced,) = (t for t in Request.read(config, IDS, max_new_tokens=9).policy.transforms if hasattr(t, "max_new"))
     assert forced.max_length.tolist() == [14, 11] and forced.max_new.min() > 100
@@ -204,7 +204,7 @@ def test_unsupported_settings_of_a_generation_config_say_how_to_go_on(lm):
     assert Request.read(beams, IDS, algorithm="prompt-lookup").samples == 1
 
 
-def test_a_wrong_value_of_a_config_is_named_with_where_it_stands(lm):
+def test_a_wrong_value_of_a_config_is_named_with_its_file(lm):
     for config in (dict(temperature="hot", do_sample=True), dict(max_new_tokens=1.5), dict(num_return_sequences=0),
                    dict(max_time=-1), dict(stop_strings=[3]), dict(eos_token_id="</s>"), dict(guidance_scale="much"),
                    dict(min_new_tokens=-1), dict(repetition_penalty=0), dict(do_sample="yes")):
@@ -293,7 +293,7 @@ def test_a_stream_takes_what_generate_takes(lm):
         dx.stream(lm, IDS)
 
 
-def test_arguments_known_from_elsewhere_are_told_apart(lm):
+def test_arguments_of_other_libraries_are_recognised(lm):
     for name, hint in (("batch", "batch_size="), ("vocab_size", "the model's own"), ("max_tokens", "max_new_tokens="),
                        ("streamer", "decodax.stream"), ("stop_strings", "stop="), ("attention_mask", "input_ids"),
                        ("num_sample", "did you mean num_samples")):

@@ -84,7 +84,7 @@ def test_the_time_is_looked_at_while_constraints_are_built(lm, monkeypatch):
         dx.stream(lm, "x", constraint=dx.constraints.regex("[ij]{3}"), max_time=5)
 
 
-def test_programs_that_compile_are_told():
+def test_a_listener_hears_of_programs_that_compile():
     program = jax.jit(lambda x: x * 3 + len(PROMPTS))
     seen = []
     with compiling(lambda found: seen.append(found.now)) as found:

@@ -113,9 +113,9 @@ def test_a_longer_mate_whose_cache_is_larger_does_not_show(toy: dx.LM) -> None:
 
 def test_few_programs_serve_all_lengths(toy: dx.LM) -> None:
     texts = [[1] * n for n in (1, 2, 3, 20, 33, 64, 65, 100, 129, 256, 257, 258, 500, 900)]
-    before = score._window._cache_size()
+    before = score.score_window._cache_size()
     dx.score(toy, texts, batch_size=2)
-    assert score._window._cache_size() - before <= 5
+    assert score.score_window._cache_size() - before <= 5
     with jax.no_tracing(True):
         dx.score(toy, [[2] * (n + 1) for n in (7, 40, 300, 1000)], batch_size=2)
 
@@ -126,7 +126,7 @@ def test_the_logits_of_a_window_are_never_all_there() -> None:
     params = jax.eval_shape(toy.init_params)
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     cache = jax.eval_shape(lambda: toy.init_cache(8, 1024))
-    program = score._window.lower(toy, params, cache, shape(8, 257), shape(), shape(8), shape(8), top=0).compile()
+    program = score.score_window.lower(toy, params, cache, shape(8, 257), shape(), shape(8), shape(8), top=0).compile()
     assert program.memory_analysis().temp_size_in_bytes < 3 * score.LOGITS
 
 

@@ -71,7 +71,7 @@ def test_a_character_begun_by_the_prompt_is_completed() -> None:
     assert tok.continuation(parrot[:1], parrot[1:]) == "🦜"
 
 
-def test_token_bytes_join_to_the_text_behind_a_text_that_has_begun(tok: Tokenizer) -> None:
+def test_token_bytes_join_to_the_continuation_of_a_text(tok: Tokenizer) -> None:
     table, head = tok.token_bytes(), tok.encode("it")
     assert len(table) == len(tok)
     for ids in samples(tok):

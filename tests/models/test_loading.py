@@ -337,7 +337,7 @@ def test_names_of_wrappers_are_taken_off_in_other_families(kind: str, tmp_path: 
     (lambda name: f"x.{name}" if "layers" in name else f"y.{name}", r"holds tensors x\.model\.layers.*and no layer"),
     (lambda name: f"x{name}".replace("layers", "l"), r"holds tensors xlm_head\.weight, xmodel.*and no layer"),
     (lambda name: f"x{name}", r"lacks tensor lm_head\.weight.*; holds tensor xlm_head\.weight")])
-def test_other_names_are_told_with_what_is_expected(change: Any, message: str, directory: Path) -> None:
+def test_errors_about_other_names_say_what_is_expected(change: Any, message: str, directory: Path) -> None:
     renamed(directory, change)
     with pytest.raises(CheckpointError, match=message):
         dx.load(directory)

@@ -298,8 +298,6 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 
 
 def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrainedModel:
-    from safetensors.torch import load_file, save_file
-
     model = build(name)
     write(model, directory, **options)
     return model
@@ -307,6 +305,8 @@ def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrained
 
 def write(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> None:
     """Saves a model under the names of released files; the options are those of transformers."""
+    from safetensors.torch import load_file, save_file
+
     model.save_pretrained(directory, **options)
     if model.config.model_type == "olmo_hybrid":
         save_file(released(model), directory / "model.safetensors", {"format": "pt"})

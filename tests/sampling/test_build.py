@@ -36,7 +36,7 @@ def test_neutral_values_add_nothing_and_values_for_each_row_always_do() -> None:
     assert names(build(2, min_new_tokens=np.zeros(2, np.int32))) == ["Temperature"]
 
 
-def test_transforms_stand_in_the_order_of_transformers() -> None:
+def test_transforms_are_in_the_order_of_transformers() -> None:
     policy = build(
         1, eos=[0], vocab_size=50, sequence_bias={(1, 2): 1.0}, logit_bias={3: 1.0}, encoder_repetition_penalty=1.1,
         repetition_penalty=1.1, presence_penalty=0.1, dry_multiplier=1.0, no_repeat_ngram_size=3,

@@ -225,8 +225,9 @@ def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list
     chosen = None if nodes is None else jnp.broadcast_to(jnp.asarray(nodes, jnp.int32), (BATCH, len(nodes)))
     want = dist.draw(chosen)
     widths: list[int] = []
-    drawn = type(dist)._draw
-    monkeypatch.setattr(type(dist), "_draw", lambda self, x, *more: widths.append(x.shape[1]) or drawn(self, x, *more))
+    drawn = type(dist).draw_from
+    monkeypatch.setattr(type(dist), "draw_from",
+                        lambda self, x, *more: widths.append(x.shape[1]) or drawn(self, x, *more))
     monkeypatch.setattr(by_nodes_module, "platform", lambda: "tpu")
     monkeypatch.setattr(by_nodes_module, "FAST", most * BATCH * VOCAB * 4)
     np.testing.assert_array_equal(dist.draw(chosen), want)

@@ -97,8 +97,8 @@ def test_every_front_end_takes_a_neutral_value(lm: dx.LM, name: str, value: Any)
     if name != "progress":
         assert names(Request.read(lm, [[40]], **by_name({name: value})).policy) == GREEDY
     assert list(dx.serve(lm, [], **{name: value})) == []
-    one = dx.stream(lm, [40], max_new_tokens=1, **by_name({name: value}))
-    assert one._job.request.samples == 1
+    with dx.stream(lm, [40], max_new_tokens=1, **by_name({name: value})) as one:
+        assert "".join(one) == one.result.text[0] and len(one.result.text) == 1
 
 
 def test_a_file_that_is_silent_about_a_key_says_nothing_of_it(recwarn: pytest.WarningsRecorder) -> None:

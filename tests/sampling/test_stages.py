@@ -75,7 +75,7 @@ def test_each_stage_has_its_place() -> None:
                     "Mirostat2", "GreenList", "last"]
 
 
-def test_tail_free_sampling_is_the_papers_at_every_node_behind_the_temperature() -> None:
+def test_tail_free_sampling_is_the_papers_at_every_node_after_the_temperature() -> None:
     temperature, z = [0.6, 1.7], [0.93, 0.8]
     policy = build(BATCH, temperature=temperature, transforms=[TailFree(jnp.array(z))])
     window, logits = window_and_logits(TREE, seed=4)
@@ -125,7 +125,7 @@ def test_speculation_equals_plain_sampling(policy: str) -> None:
 
 
 @pytest.mark.wide
-def test_behind_the_temperature_a_greedy_row_keeps_its_token() -> None:
+def test_after_the_temperature_a_greedy_row_keeps_its_token() -> None:
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, VOCAB)), jnp.float32)
     for stage in ("probabilities", "last"):
         for more in ({}, dict(mirostat_tau=3.0)):       # without a state and with one

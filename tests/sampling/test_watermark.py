@@ -113,7 +113,7 @@ def test_the_score_is_that_of_the_paper() -> None:
     assert detect(green, [[1, 2] * 20], VOCAB).scored[0] == 2
 
 
-def test_greedy_rows_are_marked_before_their_choice_and_others_behind_truncation() -> None:
+def test_greedy_rows_are_marked_before_their_choice_and_others_after_truncation() -> None:
     policy = build(2, temperature=[0.0, 1.0], top_k=3, vocab_size=VOCAB, watermarking_config=dict(bias=2.0))
     first, *_, last = policy.transforms
     assert [first.bias.tolist(), last.bias.tolist()] == [[2.0, 0.0], [0.0, 2.0]]

@@ -88,7 +88,7 @@ def test_the_loss_is_the_bound_of_its_paper(params, batch, logits_of, kind):
         assert len(set(levels[0])) > 1
 
 
-def test_sdlm_learns_to_predict_the_tokens_of_blocks_behind_a_causal_text(params, batch, logits_of):
+def test_sdlm_learns_to_predict_the_tokens_of_blocks_after_a_causal_text(params, batch, logits_of):
     """Block by block, with the text before it: a copy of its first token and masks, each predicting the next token."""
     size, T = BEHIND.block, problems.LENGTH - 3
     cut = jax.tree.map(lambda x: x[:, :T], batch)
@@ -159,7 +159,7 @@ def test_certainty_forcing_is_cross_entropy_and_the_entropy_of_what_is_right(par
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
-def test_certainty_forcing_masks_one_block_in_halves_and_all_behind_it(batch):
+def test_certainty_forcing_masks_one_block_in_halves_and_all_after_it(batch):
     objective = dt.CertaintyForcing(NET, FULL, span=4)
     (first, noisy), (second, other) = jax.tree.map(np.asarray, objective.noise(jax.random.key(6), batch))
     seen = set()

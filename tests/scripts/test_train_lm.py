@@ -185,7 +185,7 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(run, tokenizer, o
     assert json.loads(facts.read_text())["acceptance"] > lm.overlap(model, model, weights, fresh, tokens).mean()
 
 
-def test_with_a_reference_the_divergence_counts_where_the_student_is_furthest_behind_it():
+def test_with_a_reference_the_divergence_counts_where_the_student_is_furthest_from_it():
     """AdaSPEC's rule, in NumPy."""
     logits = {name: jax.random.normal(jax.random.key(i), (2, 10, 7))
               for i, name in enumerate(("own", "teacher", "ref"))}

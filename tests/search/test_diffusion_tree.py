@@ -166,8 +166,8 @@ def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -
 @pytest.mark.parametrize(("by", "options", "more", "message"), [
     ("dts", dict(reward=reward), dict(until="x"), "until, step_tokens: take None"),
     ("dts", dict(reward=reward), dict(algorithm="autoregressive"), "fills no canvas|takes a"),
-    ("dts", dict(reward=reward, lam=0.0), {}, "lam, children and widening: got 0"),
-    ("dts", dict(reward=reward, simulations=0), {}, "simulations: got 0, takes at least 1"),
+    ("dts", dict(reward=reward, lam=0.0), {}, "lam: got 0.0, takes a number above 0"),
+    ("dts", dict(reward=reward, simulations=0), {}, "simulations: got 0, takes a whole number from 1"),
     ("dts", {}, {}, "'dts' needs reward=")])
 def test_bad_arguments_are_refused_by_name(by: str, options: Any, more: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = dict(max_new_tokens=24, min_new_tokens=24)
 
 
 @pytest.mark.wide
-def test_a_result_stands_behind_its_call_and_is_read() -> None:
+def test_a_result_follows_its_call_and_is_read() -> None:
     lm, seen = worded("llama"), []
 
     def act(prompt: Any, text: str) -> str:
@@ -135,7 +135,7 @@ def test_a_chunk_that_is_only_an_end_is_judged_like_any_other(draft: str, step_t
 
 
 @pytest.mark.wide
-def test_chunks_stand_by_their_rank() -> None:
+def test_chunks_are_accepted_by_their_rank() -> None:
     lm, small, prompts = worded("llama"), worded("toy"), ["abcd", "hgh", "cab"]
     every = search.atts(lm, small, prompts, step_tokens=3, cut=1.0, **OPTIONS)
     assert every.accepted == every.turns and min(every.turns) > 3

@@ -89,7 +89,7 @@ def test_items_are_asked_in_other_orders_until_they_are_sure() -> None:
 
 
 @pytest.mark.wide
-def test_a_sketch_stands_in_the_prompt() -> None:
+def test_a_sketch_is_part_of_the_prompt() -> None:
     lm = worded("llama")
     out = search.sketch_guided(lm, ["ab", "cd"], lambda prompt: prompt[::-1], ask=lambda p, s: p + s,
                               constraint=dx.constraints.regex("(ab|h){2}"), max_new_tokens=8)

@@ -18,7 +18,7 @@ def retrieve(prompt: Any, text: str) -> str | None:
 
 
 @pytest.mark.wide
-def test_the_chain_stands_behind_which_nothing_was_found_is_least_likely() -> None:
+def test_the_chain_after_which_nothing_found_is_least_likely_is_chosen() -> None:
     method = search.CoRAG(retrieve, n=4, rounds=2, last="cc", nothing="dh")
     out = search.explore(worded("llama"), PROMPTS, method, **OPTIONS)
     plain = search.explore(worded("llama"), PROMPTS, search.WithTools(retrieve, n=4, rounds=2), **OPTIONS)
@@ -64,7 +64,7 @@ def test_the_tree_keeps_the_question_whose_rollouts_are_best() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(way="x"), "way: got 'x'"), (dict(way="tree", n=5), "rollouts: got 2 for 5 rows"),
-    (dict(rounds=0), "n, rounds")])
+    (dict(rounds=0), "rounds: got 0")])
 def test_bad_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search.make("corag", retrieve=retrieve, **options)

@@ -289,7 +289,7 @@ def test_foresight_and_trees_write_whole_texts() -> None:
         assert len({tuple(t) for t in tree.texts[p]}) > 4
 
 
-def test_parts() -> None:
+def test_helpers_of_searches_compute_shares_forks_means_and_clusters() -> None:
     rng = np.random.default_rng(0)
     assert shares(np.array([1.0, 1.0, 2.0]), 11).tolist() == [3, 3, 5]
     assert settled(np.array([2, 2, 2, 0])).tolist() == [0, 2, 2, 2]

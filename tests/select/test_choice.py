@@ -76,7 +76,7 @@ def test_similarities_of_texts() -> None:
         select.MBR(lambda a, b: np.zeros(1)).scores(Candidates(["a", "b"]))
 
 
-def test_votes() -> None:
+def test_votes_are_counts_then_probabilities_then_the_first_place() -> None:
     """Counts first, then the sum of probabilities, then the place; in the chosen answer the most probable text."""
     last = select.SelfConsistency(lambda text: text.split()[-1] if text.split() else None)
     texts = ["x 1", "y 2", "z 1", "w 2", "", "v 3"]

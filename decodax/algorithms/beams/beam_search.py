@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
-from decodax.common.options import Count, Positive, Range, check_options
+from decodax.common.options import Count, NonNegative, Positive, Range, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import Concludes, Grouped, LearnsFromPrompt, Traits
 from decodax.core.cache import NONE
@@ -293,7 +293,7 @@ class BeamReader:
 
 @ALGORITHMS.register("beam-search", "Beam search", "", family="search")
 def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False, *,
-                num_beam_groups: Count = 1, diversity_penalty: float = 0.0, patience: Positive = 1.0,
+                num_beam_groups: Count = 1, diversity_penalty: NonNegative = 0.0, patience: Positive = 1.0,
                 renormalize: bool = False, draft: Any = None) -> BeamSearch:
     """Finds likely texts by keeping the `width` best beginnings of each prompt.
 

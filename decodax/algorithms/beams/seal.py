@@ -16,7 +16,7 @@ from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
 from decodax.algorithms.beams.corpus import Corpus, CorpusSpan
 from decodax.algorithms.beams.pool import append
 from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
-from decodax.common.options import Count
+from decodax.common.options import Count, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.composed import data
@@ -213,7 +213,7 @@ def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
 
 @ALGORITHMS.register("seal", "Autoregressive Search Engines: Generating Substrings as Document Identifiers",
                      "Bevilacqua et al. 2022", family="search")
-def seal(corpus: Any, width: Count = 15, length_penalty: float = 0.0, prefix: tuple[int, ...] = (),
+def seal(corpus: Any, width: Count = 15, length_penalty: float = 0.0, prefix: tuple[TokenId, ...] = (),
          may_end: bool = False, look: Count = 256) -> CorpusBeams:
     """Searches for texts that occur in a corpus, to find documents by their n-grams.
 

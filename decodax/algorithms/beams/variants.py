@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from decodax.algorithms.beams.beam_search import BeamSearch, Counting
 from decodax.algorithms.beams.uid import UID, Kind
-from decodax.common.options import Count, Positive
+from decodax.common.options import Count, NonNegative, Positive
 from decodax.common.registry import ALGORITHMS
 
 
@@ -27,7 +27,7 @@ def patience_beam_search(width: Count = 4, patience: Positive = 2.0, length_pena
 @ALGORITHMS.register("diverse-beam-search",
                      "Diverse Beam Search: Decoding Diverse Solutions from Neural Sequence Models",
                      "Vijayakumar et al. 2016", family="search")
-def diverse_beam_search(width: Count = 4, groups: Count = 2, diversity_penalty: float = 0.5,
+def diverse_beam_search(width: Count = 4, groups: Count = 2, diversity_penalty: NonNegative = 0.5,
                         counting: Counting = "chosen", length_penalty: float = 1.0) -> BeamSearch:
     """Beam search with groups of beams, which lose score for tokens that earlier groups have taken in the same step.
 
@@ -47,7 +47,7 @@ def diverse_beam_search(width: Count = 4, groups: Count = 2, diversity_penalty: 
 
 @ALGORITHMS.register("uid-beam-search", "If beam search is the answer, what was the question?", "Meister et al. 2020",
                      family="search")
-def uid_beam_search(width: Count = 4, kind: Kind = "greedy", strength: float = 1.0,
+def uid_beam_search(width: Count = 4, kind: Kind = "greedy", strength: NonNegative = 1.0,
                     length_penalty: float = 0.0) -> BeamSearch:
     """Beam search with a regulariser that prefers texts with evenly spread surprisal.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.contrastive.contrastive_search import hidden_width
-from decodax.common.options import Count, Range, Share
+from decodax.common.options import Count, NonNegative, Range, Share, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
 from decodax.core.composed import data
@@ -110,7 +110,7 @@ class VectorFSD(LearnsFromPrompt):
 @ALGORITHMS.register("vector-fsd", "A Frustratingly Simple Decoding Method for Neural Text Generation",
                      "Yang et al. 2024", family="search", needs="a model")
 def vector_fsd(lm: Any, alpha: Share = 0.45, k: Count = 3, n: Annotated[int, Range(2)] = 2,
-               stop_words: tuple[int, ...] = (), stop_weight: float = 0.0) -> VectorFSD:
+               stop_words: tuple[TokenId, ...] = (), stop_weight: NonNegative = 0.0) -> VectorFSD:
     """Takes likely tokens that did not follow similar hidden states before.
 
     Avoids repetitions without sampling, including those in other words. The argument `fsd_alpha` of `generate` selects

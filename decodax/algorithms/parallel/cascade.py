@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, edges, first, prune
-from decodax.common.options import Count, Range, Whole, check_options
+from decodax.common.options import Count, Range, TokenId, Whole, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
@@ -277,7 +277,7 @@ def sight(count: int, length: int) -> Array:
 
 @ALGORITHMS.register("cascade", "Cascaded Text Generation with Markov Transformers", "Deng & Rush 2020",
                      family="search", needs="a model", model="numerals")
-def cascade(lm: Any, barrier: int | None = None, orders: Whole = 4, keep: Count = 32, longest: Count = 32,
+def cascade(lm: Any, barrier: TokenId | None = None, orders: Whole = 4, keep: Count = 32, longest: Count = 32,
             lengths: tuple[float, float, int] | None = None) -> Cascade:
     """Finds all positions of a text at once, by Markov models of increasing order.
 

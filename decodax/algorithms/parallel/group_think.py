@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.common.options import Count
+from decodax.common.options import Count, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Paced, Traits
@@ -178,7 +178,7 @@ def split(tokens: Any, lengths: Any) -> list[list[int]]:
 @ALGORITHMS.register("group-think",
                      "Group Think: Multiple Concurrent Reasoning Agents Collaborating at Token Level Granularity",
                      "Hsu et al. 2025", family="search", needs="a model")
-def group_think(lm: Any, threads: Count = 4, starts: tuple[tuple[int, ...], ...] = (),
+def group_think(lm: Any, threads: Count = 4, starts: tuple[tuple[TokenId, ...], ...] = (),
                 together: bool = True) -> GroupThink:
     """Writes several threads of one text side by side; each attends to the tokens of all others.
 

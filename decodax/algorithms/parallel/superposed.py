@@ -14,7 +14,7 @@ from jax import Array
 from decodax.algorithms.beams.ngrams import NGrams
 from decodax.algorithms.beams.pool import Finished, append
 from decodax.algorithms.beams.step import largest
-from decodax.common.options import Count, Positive, Range
+from decodax.common.options import Count, NonNegative, Positive, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Traits
@@ -111,7 +111,7 @@ class Superposed(Concludes):
     alpha: Annotated[float, Range(0, 1, below=True)] = data(0.54, bare=0.0)
     candidates: Count = 9
     temperature: Positive = data(0.06, bare=1.0)
-    weights_of: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
+    weights_of: tuple[NonNegative, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
     penalty: float = data(200.0, bare=0.0)
 
     def __post_init__(self) -> None:

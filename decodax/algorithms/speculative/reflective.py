@@ -15,7 +15,7 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.tree import Tree
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, Share, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import Traits
 from decodax.core.state import State
@@ -68,7 +68,7 @@ class Reflective(Speculative):
             w = w.replace(hints=())
         B, N, m = s.batch, t.size, len(self.probe)
         real = t.live[:, 1:].sum(1, dtype=jnp.int32)
-        behind = s.length[:, None] + real[:, None]              # the position behind the draft
+        behind = s.length[:, None] + real[:, None]              # the position after the draft
         probe = jnp.broadcast_to(jnp.array(self.probe, jnp.int32), (B, m))
         more = jnp.arange(m + N - 1, dtype=jnp.int32)
         running = jnp.broadcast_to(s.running[:, None], (B, m))
@@ -99,7 +99,7 @@ class Reflective(Speculative):
                      "Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding",
                      "Wang et al. 2025", family="speculative-linear", needs="a model and a draft model",
                      guarantee="approximate")
-def reflective_verification(lm: Any, draft: Any, probe: str | tuple[int, ...] = "\nIs that right? Again:\n",
+def reflective_verification(lm: Any, draft: Any, probe: str | tuple[TokenId, ...] = "\nIs that right? Again:\n",
                             alpha: Share = 0.3, length: Count = 4) -> Reflective:
     """Scores each draft a second time after a question about it, and accepts it by a mixture of both scores.
 

@@ -50,7 +50,7 @@ class ProblemTask:
 
     Attributes:
         name: word that its prompts begin with. summary: one line, with an example.
-        make: draws the body of a prompt, which stands between that word and "=", and one right answer.
+        make: draws the body of a prompt, between that word and "=", and one right answer.
         check: returns True if a text is a right answer to a body; there may be several.
     """
 

@@ -277,7 +277,7 @@ class SubGenConfig(KVConfig):
     values: Count = 256
     recent: Whole = 128
     every: Count = 32
-    seed: int = 0
+    seed: Whole = 0
 
     name = "subgen"
 

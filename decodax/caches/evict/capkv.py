@@ -12,7 +12,7 @@ from decodax.caches.evict.expected_attention import FutureQueries
 from decodax.caches.evict.scores import HeldLayer, unit
 from decodax.caches.evict.selection import Budget, Every, Top
 from decodax.caches.rotation import mean_turn
-from decodax.common.options import Count, Whole
+from decodax.common.options import Count, Positive, Whole
 from decodax.common.registry import CACHES
 
 
@@ -48,7 +48,7 @@ class Capacity(FutureQueries):
 
 @CACHES.register("capkv", "CapKV", "kvpress 2026", family="evict")
 def capkv(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4, n_future_positions: Count = 512,
-          tau: float = 5.0) -> Eviction:
+          tau: Positive = 5.0) -> Eviction:
     """Keeps the tokens with the largest leverage of their values, weighted by the cosine of key and mean query.
 
     The options are those of kvpress.

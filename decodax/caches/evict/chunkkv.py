@@ -13,7 +13,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Every, Selection, best
 from decodax.caches.evict.snapkv import WindowAttention
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd
 from decodax.common.registry import CACHES
 
 
@@ -60,7 +60,7 @@ class TokenChunks(Selection):
                  "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
                  "Liu et al. 2025", family="evict")
 def chunkkv(budget: Budget = 2048, every: Every = None, chunk_length: Count = 10, window_size: Count = 32,
-            kernel_size: Count = 5) -> Eviction:
+            kernel_size: Odd = 5) -> Eviction:
     """Keeps chunks of consecutive tokens, by SnapKV's scores.
 
     Phrases are kept or dropped as a whole, while SnapKV keeps single tokens. Each layer chooses by itself; in the

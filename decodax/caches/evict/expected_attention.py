@@ -15,7 +15,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, Taken, TokenScore
 from decodax.caches.evict.selection import Budget, Every, Top
 from decodax.caches.rotation import mean_turn, turned
-from decodax.common.options import Count, Whole
+from decodax.common.options import Count, NonNegative, Whole
 from decodax.common.registry import CACHES
 
 
@@ -104,7 +104,7 @@ class ExpectedAttention(FutureQueries):
                  "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
                  "Devoto et al. 2025", family="evict")
 def expected_attention(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4, n_future_positions: Count = 512,
-                       use_covariance: bool = True, use_vnorm: bool = True, epsilon: float = 0.0) -> Eviction:
+                       use_covariance: bool = True, use_vnorm: bool = True, epsilon: NonNegative = 0.0) -> Eviction:
     """Keeps the tokens with the most expected attention from future queries, assumed to be distributed like the past
     ones.
 

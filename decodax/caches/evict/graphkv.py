@@ -22,7 +22,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Every, Selection, best, whole
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
-from decodax.common.options import Count, Range, Whole
+from decodax.common.options import Count, Odd, Range, Whole
 from decodax.common.registry import CACHES
 
 Sources = Annotated[float, Range(0, 1, above=True)]
@@ -85,7 +85,7 @@ class GraphDecay(Selection):
 @CACHES.register("graphkv", "GraphKV: Breaking the Static Selection Paradigm with Graph-Based KV Cache Eviction",
                  "Li et al. 2025", family="evict")
 def graphkv(budget: Budget = 512, every: Every = None, sources: Sources = 0.3, neighbours: Count = 4,
-            rounds: Whole = 1, window_size: Count = 32, kernel_size: Count = 5, pooling: Pooling = "mean") -> Eviction:
+            rounds: Whole = 1, window_size: Count = 32, kernel_size: Odd = 5, pooling: Pooling = "mean") -> Eviction:
     """Keeps the best tokens by SnapKV's scores, which are lowered for tokens whose keys are similar to those of better
     ones.
 

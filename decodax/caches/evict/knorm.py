@@ -11,6 +11,7 @@ from jax import Array
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Every, Top
+from decodax.common.options import Whole
 from decodax.common.registry import CACHES
 
 
@@ -24,7 +25,7 @@ class KeyNorm(TokenScore):
 
 @CACHES.register("knorm", "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
                  "Devoto et al. 2024", family="evict")
-def knorm(budget: Budget = 0.5, every: Every = None, skip_layers: tuple[int, ...] = (0, 1)) -> Eviction:
+def knorm(budget: Budget = 0.5, every: Every = None, skip_layers: tuple[Whole, ...] = (0, 1)) -> Eviction:
     """Keeps the tokens whose keys have the smallest norms.
 
     Needs no queries, so it works with any attention and costs nearly nothing.

@@ -105,7 +105,7 @@ class BlockRepresentatives(Selection):
                  "Jha et al. 2025", family="evict")
 def kvcrush(budget: Count = 1024, every: Every = 32, block_size: Count = 32, kvcrush_budget: Whole = 8,
             start_size: Whole = 32, recent_size: Whole = 128, anchor_point_mode: Anchor = "random",
-            rng_seed: int = 0) -> Eviction:
+            rng_seed: Whole = 0) -> Eviction:
     """Keeps the blocks that have received the most attention, and representatives of the other blocks.
 
     The options are those of the authors' code in OpenVINO GenAI.

@@ -23,7 +23,7 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.evict.snapkv import Pooling, WindowAttention, pooled
-from decodax.common.options import Count, Whole
+from decodax.common.options import Count, Odd, Whole
 from decodax.common.registry import CACHES
 from decodax.core.capabilities import ReadPrompt
 
@@ -95,7 +95,7 @@ class LookaheadQueries(TokenScore):
 
 @CACHES.register("laq", "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query",
                  "Wang et al. 2025", family="evict")
-def laq(budget: Budget = 512, max_lookahead_size: Count = 8, stage2_window_size: Whole = 8, kernel_size: Count = 7,
+def laq(budget: Budget = 512, max_lookahead_size: Count = 8, stage2_window_size: Whole = 8, kernel_size: Odd = 7,
         pooling: Pooling = "max", lookahead_window_size: Count = 32) -> Eviction:
     """Keeps the tokens that SnapKV chooses with the queries of tokens that are decoded ahead.
 

@@ -17,7 +17,7 @@ from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.quantize.kivi import KIVICodec
 from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, PyTree
@@ -103,7 +103,7 @@ class PromptToPrune(Wrapper):
                  "Zhang et al. 2024", family="evict")
 def quantized_pruning(budget: Budget = 2048, bits: Literal[2, 4, 8] = 4, group_size: Count = 32,
                       residual_length: Count = 128, window_size: Count = 32,
-                      kernel_size: Count = 5) -> QuantizedPruningConfig:
+                      kernel_size: Odd = 5) -> QuantizedPruningConfig:
     """Keeps the prompt tokens that SnapKV chooses and all later tokens, quantized.
 
     Evicts once, after the prompt. Four bits and four times the budget take as many bytes as 16 bits.

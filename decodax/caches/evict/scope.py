@@ -18,7 +18,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer
 from decodax.caches.evict.selection import Budget, Selection, best
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd
 from decodax.common.registry import CACHES
 
 
@@ -60,7 +60,7 @@ class DecodePool(Selection):
                  family="evict")
 def scope(budget: Budget = 2048, decoding_window_size: Count = 1024, decoding_recent_size: Count = 256,
           scheme: Literal["slide", "adaptive", "discontinuous"] = "slide", delta: Count = 15, window_size: Count = 8,
-          kernel_size: Count = 7, pooling: Pooling = "max") -> Eviction:
+          kernel_size: Odd = 7, pooling: Pooling = "max") -> Eviction:
     """Keeps the prompt tokens that SnapKV chooses for good, and a bounded pool of the tokens after it.
 
     For long answers to long prompts: tokens of the answer do not displace tokens of the prompt.

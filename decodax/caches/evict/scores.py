@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.key_values import KVLayer
-from decodax.common.options import check_options
+from decodax.common.options import Checked
 from decodax.common.struct import Struct, static, struct
 from decodax.core.capabilities import ReadPrompt
 
@@ -121,17 +121,6 @@ class Gathered(Struct):
 
     slots: Any = None
     rest: Any = None
-
-
-class Checked:
-    """Base of the frozen dataclasses of eviction rules; checks fields against their annotations.
-
-    Raises:
-        ValueError: a field is of another type or out of its range.
-    """
-
-    def __post_init__(self) -> None:
-        check_options(type(self), vars(self))
 
 
 class TokenScore(Checked, abc.ABC):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.caches.evict.scores import Checked, HeldLayer, TokenScore
-from decodax.common.options import Count, Range
+from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.common.options import Checked, Count, Range
 
 Budget = Count | Annotated[float, Range(0, 1, above=True, below=True)] | str
 """Number of tokens that each head of a layer keeps; below 1, their share of the text so far; or the bytes that a row's

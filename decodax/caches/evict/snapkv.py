@@ -17,7 +17,7 @@ from jax import Array
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Every, Top
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd
 from decodax.common.registry import CACHES
 
 Pooling = Literal["mean", "max"]
@@ -38,16 +38,12 @@ class WindowAttention(TokenScore):
     """
 
     window_size: Count = 64
-    kernel_size: Count = 5
+    kernel_size: Odd = 5
     pooling: Pooling = "mean"
     reduce: Literal["mean", "max"] = "mean"
     over: Literal["group", "heads"] = "group"
 
     latents = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_odd(self.kernel_size)
 
     @property
     def latest(self) -> int:
@@ -67,12 +63,6 @@ class WindowAttention(TokenScore):
         return jnp.where(early, worth, jnp.inf)
 
 
-def check_odd(kernel_size: int) -> None:
-    """Raises ValueError if the size of a pooling kernel is even, so that it has no middle."""
-    if not kernel_size % 2:
-        raise ValueError(f"kernel_size: got {kernel_size}, takes an odd number")
-
-
 def pooled(x: Array, kernel: int, how: Pooling) -> Array:
     """Pools each value of the last axis with its neighbours, `kernel` values in all; values beyond the ends are 0."""
     around = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(kernel // 2, kernel // 2)])
@@ -82,7 +72,7 @@ def pooled(x: Array, kernel: int, how: Pooling) -> Array:
 
 @CACHES.register("snapkv", "SnapKV: LLM Knows What You are Looking for Before Generation", "Li et al. 2024",
                  family="evict")
-def snapkv(budget: Budget = 2048, every: Every = None, window_size: Count = 32, kernel_size: Count = 5,
+def snapkv(budget: Budget = 2048, every: Every = None, window_size: Count = 32, kernel_size: Odd = 5,
            pooling: Pooling = "mean") -> Eviction:
     """Keeps the tokens that the latest queries attend to, and their neighbours.
 

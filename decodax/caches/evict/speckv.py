@@ -22,8 +22,8 @@ from decodax.caches.evict.drafted import DraftedConfig, decoded, newest_of, pair
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Top
-from decodax.caches.evict.snapkv import Pooling, check_odd, pooled
-from decodax.common.options import Count
+from decodax.caches.evict.snapkv import Pooling, pooled
+from decodax.common.options import Count, Odd
 from decodax.common.registry import CACHES
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
@@ -44,16 +44,12 @@ class DraftQueries(TokenScore):
 
     lookahead_tokens: Count = 64
     window_size: Count = 32
-    kernel_size: Count = 7
+    kernel_size: Odd = 7
     pooling: Pooling = "max"
     reduction_type: Literal["mean", "max"] = "max"
     eos: tuple[int, ...] = ()
 
     once = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_odd(self.kernel_size)
 
     @property
     def latest(self) -> int:
@@ -101,7 +97,7 @@ class DraftQueries(TokenScore):
 
 @CACHES.register("speckv", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025", family="evict")
 def speckv(draft: Any = None, budget: Budget = 512, lookahead_tokens: Count = 64, window_size: Count = 32,
-           kernel_size: Count = 7, pooling: Pooling = "max", reduction_type: Literal["mean",
+           kernel_size: Odd = 7, pooling: Pooling = "max", reduction_type: Literal["mean",
                                                                                      "max"] = "max") -> DraftedConfig:
     """Keeps the tokens that SnapKV chooses with the queries of an answer that a draft model writes.
 

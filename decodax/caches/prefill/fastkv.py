@@ -15,7 +15,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.selection import Budget
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.prefill.propagation import Decoupled, Propagation
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd, Whole
 from decodax.common.registry import CACHES
 from decodax.core.cache import CacheConfig
 
@@ -23,8 +23,8 @@ from decodax.core.cache import CacheConfig
 @CACHES.register("fastkv",
                  "FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration",
                  "Jo et al. 2025", family="prefill")
-def fastkv(budget: Budget = 0.1, tsp_length: Budget = 0.2, layer: int | None = None, window_size: Count = 8,
-           kernel_size: Count = 7) -> CacheConfig:
+def fastkv(budget: Budget = 0.1, tsp_length: Budget = 0.2, layer: Whole | None = None, window_size: Count = 8,
+           kernel_size: Odd = 7) -> CacheConfig:
     """Keeps the tokens that SnapKV chooses; layers after a middle one run on a part of the prompt only.
 
     It saves memory, and prefill time for long prompts. It needs a `decodax.models.Transformer`. Example:

@@ -271,7 +271,7 @@ class HyperAttentionConfig(PrefillConfig):
     min_seq_len: Count = 4096
     lsh_num_projs: Annotated[int, Range(1, 24)] = 7
     skip: Whole = 0
-    seed: int = 0
+    seed: Whole = 0
 
     name: ClassVar[str] = "hyper-attention"
 

@@ -20,7 +20,7 @@ from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Top
 from decodax.caches.evict.snapkv import pooled
 from decodax.caches.prefill.propagation import Propagation
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd, Whole
 from decodax.common.registry import CACHES
 from decodax.core.cache import CacheConfig
 
@@ -34,7 +34,7 @@ class NewestScores(TokenScore):
         kernel_size: number of neighbouring tokens that are pooled, odd.
     """
 
-    kernel_size: int = 5
+    kernel_size: Odd = 5
 
     @property
     def latest(self) -> int:
@@ -54,7 +54,7 @@ class NewestScores(TokenScore):
 
 @CACHES.register("promptdistill", "PromptDistill: Query-based Selective Token Retention in Intermediate Layers for "
                  "Efficient Large Language Model Inference", "Jin et al. 2025", family="prefill")
-def promptdistill(budget: Count = 1024, layer: int | None = None, kernel_size: Count = 5) -> CacheConfig:
+def promptdistill(budget: Count = 1024, layer: Whole | None = None, kernel_size: Odd = 5) -> CacheConfig:
     """Keeps the prompt tokens that the newest query of one layer attends to; later layers run on these only.
 
     It saves memory, and prefill time for long prompts. It needs a `decodax.models.Transformer`. Example:

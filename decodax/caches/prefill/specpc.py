@@ -28,7 +28,7 @@ from decodax.caches.configs import PaperConfig, taken
 from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired, read
 from decodax.caches.evict.selection import best
 from decodax.caches.prefill.whole_prompt import ReadAtOnce
-from decodax.common.options import Count
+from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, Feature, PyTree
@@ -231,7 +231,7 @@ class SpecPCConfig(FittedConfig, PaperConfig):
 @CACHES.register("specpc", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025", family="prefill")
 def specpc(draft: Any = None, budget: Count = 1024, lookahead_tokens: Count = 1, window_size: Count = 64,
            kernel_size: Count = 64, pooling: Literal["mean", "max"] = "max", neighbours: Count | None = None,
-           reduction_type: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
+           reduction_type: Literal["mean", "max"] = "max", first: Whole = 8, weighted: bool = True) -> CacheConfig:
     """Keeps the prompt tokens that a draft model attends to, and their neighbours; the target model prefills only
     these.
 

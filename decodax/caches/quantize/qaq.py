@@ -248,21 +248,19 @@ class QAQConfig(FittedConfig):
         outliers_ratio: share of a token's numbers that are not quantized, half of them at each end.
     """
 
-    bits: tuple[int, int] = (1, 4)
-    mean_bits: float = 3.0
-    target_quantization_error: tuple[float, float] = (3.0, 3.0)
+    bits: tuple[Annotated[int, Range(1, 8)], Annotated[int, Range(1, 8)]] = (1, 4)
+    mean_bits: Annotated[float, Range(1, 8)] = 3.0
+    target_quantization_error: tuple[Positive, Positive] = (3.0, 3.0)
     q_norm: Positive = 300.0
     last_n_attentions: Count = 5
     outliers_ratio: Annotated[float, Range(0, 1, below=True)] = 0.01
 
     def __post_init__(self) -> None:
         check_options(type(self), vars(self))
-        if not 1 <= self.bits[0] <= self.bits[1] <= 8:
+        if len(self.bits) != 2 or self.bits[0] > self.bits[1]:
             raise ValueError(f"bits: got {self.bits}, takes the fewest and the most, from 1 to 8")
         if not self.bits[0] <= self.mean_bits:
             raise ValueError(f"mean_bits: got {self.mean_bits}, takes at least the fewest bits, {self.bits[0]}")
-        if min(self.target_quantization_error) <= 0:
-            raise ValueError(f"target_quantization_error: got {self.target_quantization_error}, takes numbers above 0")
 
     def apart(self, numbers: int) -> tuple[int, int]:
         """Returns start and stop of the slice of a token's `numbers` sorted numbers that are encoded. Those before and

@@ -163,7 +163,7 @@ class A2ATSConfig(SparseConfig):
     sinks: Whole = 8
     recent: Count = 64
     distance: Whole = 2048
-    skip: tuple[int, ...] = ()
+    skip: tuple[Whole, ...] = ()
 
     name: ClassVar[str] = "a2ats"
 

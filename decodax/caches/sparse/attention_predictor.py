@@ -338,7 +338,7 @@ class AttentionPredictorConfig(SparseConfig):
     block_size: Count = 16
     history: Count = 64
     full: Count | None = None
-    skip: tuple[int, ...] = ()
+    skip: tuple[Whole, ...] = ()
 
     name: ClassVar[str] = "attention-predictor"
 

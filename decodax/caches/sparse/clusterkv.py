@@ -150,8 +150,8 @@ class ClusterKVConfig(FittedConfig, SparseConfig):
     every: Count = 320
     new_clusters: Count = 8
     iterations: Whole = 20
-    seed: int = 0
-    skip: tuple[int, ...] = (0, 1)
+    seed: Whole = 0
+    skip: tuple[Whole, ...] = (0, 1)
 
     name: ClassVar[str] = "clusterkv"
 

@@ -284,9 +284,9 @@ class LouisKVConfig(FittedConfig, SparseConfig):
     sinks: Whole = 4
     buffer: Count = 64
     iterations: Whole = 10
-    seed: int = 0
+    seed: Whole = 0
     cut: bool = True
-    skip: tuple[int, ...] = ()
+    skip: tuple[Whole, ...] = ()
 
     name: ClassVar[str] = "louiskv"
 

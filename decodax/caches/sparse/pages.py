@@ -22,7 +22,7 @@ from jax import Array, lax
 from decodax.cache.dense import write
 from decodax.cache.key_values import KVLayer
 from decodax.caches.sparse.reading import SparseCache, SparseConfig, attention_to
-from decodax.common.options import Count
+from decodax.common.options import Count, Whole
 from decodax.common.struct import struct
 from decodax.core.cache import Entries, PyTree
 from decodax.core.window import each_node
@@ -184,7 +184,7 @@ class PageConfig(SparseConfig):
     budget: Count = 1024
     page_size: Count = 16
     recent: Count = 64
-    skip: tuple[int, ...] = (0, 1)
+    skip: tuple[Whole, ...] = (0, 1)
 
     score: ClassVar[PageScore]
 

@@ -34,7 +34,7 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.selection import Top
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.sparse.reading import SparseConfig, attention_to
-from decodax.common.options import Count, Range, Whole
+from decodax.common.options import Count, Odd, Range, TokenId, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
@@ -253,14 +253,14 @@ class SentenceKVConfig(FittedConfig, SparseConfig):
         kernel_size: number of neighbouring tokens over which SnapKV takes the maximum score, odd.
     """
 
-    ends: tuple[int, ...] | None = None
+    ends: tuple[TokenId, ...] | None = None
     budget: Count = 1024
     factor: Annotated[float, Range(1)] = 3.0
     sinks: Whole = 32
     recent: Count = 32
     threshold: Whole = 1
     window_size: Count = 32
-    kernel_size: Count = 7
+    kernel_size: Odd = 7
 
     name: ClassVar[str] = "sentence-kv"
 
@@ -269,8 +269,6 @@ class SentenceKVConfig(FittedConfig, SparseConfig):
         if self.budget <= self.sinks + self.recent:
             raise ValueError(f"budget: got {self.budget}, takes more than the {self.sinks + self.recent} first and "
                              "latest tokens")
-        if self.ends is not None and not all(isinstance(i, int) and i >= 0 for i in self.ends):
-            raise ValueError(f"ends: got {self.ends!r}, takes token ids")
         assert self.eviction
 
     @property

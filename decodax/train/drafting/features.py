@@ -87,7 +87,7 @@ class KeptFeatures:
             head: the head.
             weights: the target's weights.
             dtype: dtype of the computation and of the file.
-            report: wraps the loop over the steps, of which it is told the number, as a progress bar does.
+            report: wraps the loop over the steps and gets their number, as a progress bar does.
 
         Raises:
             ValueError: the windows of the epochs differ, or the disk has no room.

@@ -136,8 +136,8 @@ def beside(length: int, at: Array, place: np.ndarray, index: np.ndarray) -> tupl
 
     Args:
         length: number of tokens of a text `T`.
-        at: `i32[B, M]`, position of the token that each node stands after.
-        place: `i64[M]`, equal for nodes that stand after the same token and see each other.
+        at: `i32[B, M]`, position of the token that each node follows.
+        place: `i64[M]`, equal for nodes that follow the same token and see each other.
         index: `i64[M]`, number of nodes there that come before each.
     """
     (B, M), T = at.shape, length

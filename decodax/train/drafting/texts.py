@@ -36,7 +36,7 @@ class Text:
         prompts: held-out prompts, as token ids.
         data: what it is, for the card.
         where: what the prompts are, for the card.
-        stops: False if decoding goes on behind tokens that end an answer, as it should in code.
+        stops: False if decoding goes on after tokens that end an answer, as it should in code.
     """
 
     train: np.ndarray

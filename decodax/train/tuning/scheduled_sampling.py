@@ -6,7 +6,7 @@ of its own.
 The share of replaced tokens rises linearly during the run, from 0 to `share`.
 
 The paper's second method, reference-answer-based correction (RAC), teaches the model to correct itself: `corrections`
-makes examples in which its own answer stands before the reference.
+makes examples in which its own answer precedes the reference.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def test_beams_of_a_prompt_know_nothing_of_the_others() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("cache", often(["paged"], ["paged", "hydragen"]))
-def test_caches_fork(cache: str) -> None:
+def test_beams_on_caches_that_share_pages_are_those_on_a_dense_cache(cache: str) -> None:
     given: dict[str, Any] = dict(algorithm=dx.algorithms.beam_search(3), num_samples=3, max_new_tokens=NEW)
     plain, found = dx.generate(lm(), PROMPTS, **given), dx.generate(lm(), PROMPTS, cache=cache, **given)
     assert found.tokens.tolist() == plain.tokens.tolist()
@@ -295,7 +295,7 @@ def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) 
 
 
 @pytest.mark.full
-def test_the_guide_runs_as_it_stands() -> None:
+def test_the_guide_runs_unchanged() -> None:
     guide = Path(__file__).parents[3] / "docs" / "choose" / "beam_search.md"
     names: dict[str, Any] = {"__name__": "guide"}
     for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):

@@ -118,7 +118,7 @@ def test_a_lost_phrase_may_begin_again() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dynamic", "grid"])
-def test_phrases_stand_in_texts_of_any_policy(name: str) -> None:
+def test_texts_of_any_policy_contain_the_phrases(name: str) -> None:
     phrases = ((7, 11), (3,))
     alg = {"dynamic": DynamicBeams(3, phrases=phrases), "grid": GridBeams(phrases=phrases, beams=2)}[name]
     given: dict[str, Any] = dict(max_new_tokens=9, repetition_penalty=1.2, bad_words_ids=[[12]], temperature=1.0)
@@ -149,7 +149,7 @@ def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
         make()
 
 
-def test_by_name() -> None:
+def test_lexical_searches_by_name_read_phrases_of_ids_and_of_text() -> None:
     alg = dx.algorithms.make("dynamic-beam-allocation", lm(), phrases=[[3], [5, 7]], ordered=True, width=3)
     assert alg == DynamicBeams(3, phrases=((3,), (5, 7)), progress=Ordered())
     assert dx.algorithms.make("grid-beam-search", lm(), phrases=[[3]], beams=2) == GridBeams(phrases=((3,),), beams=2)

@@ -141,7 +141,7 @@ def test_looking_at_few_tokens_changes_no_search() -> None:
 
 
 @pytest.mark.full
-def test_ngrams_stand_behind_a_prefix() -> None:
+def test_ngrams_follow_a_prefix() -> None:
     """From the first token on; the authors' first one may be any that occurs, and the text ends where it is wrong."""
     alg = dx.algorithms.make("seal", corpus=DOCUMENTS, width=6, prefix=[MARK])
     out = dx.generate(toy(), [[1, 3, 4]], algorithm=alg, max_new_tokens=3)
@@ -172,7 +172,7 @@ def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
         make()
 
 
-def test_by_name() -> None:
+def test_seal_by_name_reads_a_corpus_or_its_documents() -> None:
     alg = dx.algorithms.make("seal", corpus=DOCUMENTS, width=3, prefix=[MARK])
     assert (alg.width, alg.prefix, alg.corpus.documents) == (3, (MARK,), len(DOCUMENTS))
     assert dx.algorithms.make("seal", corpus=alg.corpus).corpus is alg.corpus

@@ -313,7 +313,7 @@ def gemma(prompt, request, canvas, steps, bound, entropy):
 
 
 @pytest.mark.full       # transformers' own loop decides by default, in tests/conformance
-def test_diffusion_gemma_renoises_until_the_canvas_stands_still():
+def test_diffusion_gemma_renoises_until_the_canvas_is_stable():
     alg = made("diffusion-gemma", "canvas", entropy_bound=2.0, steps=7, confidence_threshold=1.0)
     texts, rounds = run(alg, NEW, "canvas")
     expected = [gemma(p, i, SPEAKS["canvas"].block, 7, 2.0, 1.0) for i, p in enumerate(PROMPTS)]

@@ -16,7 +16,6 @@ from decodax.core import drivers, keys
 from decodax.core.algorithm import most_rounds
 from decodax.core.keys import Purpose
 from decodax.core.types import Params
-from decodax.models.transformer import _network
 from decodax.sampling import build
 from decodax.sampling.draw import exponentials
 from tests.algorithms.diffusion.verifying import IDS, NETWORK, NEW, SIZE, weights
@@ -45,7 +44,7 @@ def forward(causal=False):
     `seen`: with its own softmax over everything, so it shares no cache with the library."""
     @jax.jit
     def run(params, x, old, seen, stored):
-        net = _network(NETWORK.config, params)
+        net = NETWORK.pieces(params).network
 
         def attend(layer, q, k, v, scale, **_):
             was_k, was_v = stored[layer]

@@ -20,7 +20,6 @@ from tests.matrix import often
 def program(length, width):
     """The network on whole sequences, and on a window of `width` beside given keys and values: written with its own
     softmax over everything, so it shares no cache with the library."""
-    from decodax.models.transformer import _network
     network, weights = model("llama")
 
     def attend(k_old, v_old, layer, q, k, v, scale, **_):
@@ -31,7 +30,7 @@ def program(length, width):
 
     @jax.jit
     def forward(tokens, positions, k_old, v_old):
-        net = _network(network.config, weights)
+        net = network.pieces(weights).network
         x = net.embedded(tokens[None], positions[None])
         hidden, kv, _ = net(x, positions[None], functools.partial(attend, k_old, v_old))
         return net.logits(hidden)[0], [k for k, _ in kv], [v for _, v in kv]

@@ -49,7 +49,7 @@ def test_a_token_without_probability_has_none():
     assert s.prob[0] == 0 and np.isfinite(s.entropy[0])
 
 
-def test_ranks_break_ties_from_left_to_right_and_leave_others_behind():
+def test_ranks_break_ties_from_left_to_right_and_put_others_last():
     score = np.random.default_rng(1).integers(0, 4, (5, 9)).astype(np.float32)
     among = np.random.default_rng(2).random((5, 9)) < 0.6
     for row, few, got in zip(score, among, np.asarray(rank(jnp.asarray(score), jnp.asarray(among))), strict=True):

@@ -132,7 +132,7 @@ def test_lengths_are_bounded_as_asked(spread: int | None, least: int, budget: in
         assert out.status[i] == ended and (lengths is None or ended == dx.Status.EOS)
 
 
-def test_a_barrier_hides_what_stands_in_front_of_it() -> None:
+def test_a_barrier_hides_the_text_before_it() -> None:
     """The scores behind an n-gram are the same to the last bit, whatever the others of its window are."""
     lm, rng, K, m = net(), np.random.default_rng(0), 3, 2
 

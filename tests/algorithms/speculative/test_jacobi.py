@@ -151,7 +151,7 @@ def test_a_schedule_sets_the_window_by_position():
 
 
 @pytest.mark.wide
-def test_a_rationale_is_cut_where_it_is_and_the_answer_goes_on_behind_the_trigger():
+def test_a_rationale_is_cut_where_it_is_and_the_answer_follows_the_trigger():
     """Exact up to the cut, then what the window held, the trigger, and plain decoding of the text as it stands."""
     alg = Speculative(FastCoT(((0, 4),), cut=3, trigger=(7, 8)), Cut(3))
     network, params, chain, s = start(alg, "toy", IDS, POLICIES["sampled"], new=20)

@@ -109,7 +109,7 @@ def test_drafts_in_a_wrapper_are_accepted_as_often_as_alone(case: str) -> None:
 
 
 @pytest.mark.wide
-def test_several_small_caches_stand_beside_the_whole_one() -> None:
+def test_there_are_several_small_caches_beside_the_whole_one() -> None:
     model = dx.algorithms.speculative.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).through(DEEP.model)
     cache = model.init_cache(2, 64)
     assert all(cache.draft_view(draft.kind).capacity == 64 for draft in (OWN, RING))

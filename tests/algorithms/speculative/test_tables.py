@@ -226,7 +226,7 @@ def test_the_ngram_model_is_witten_and_bells():
 
 
 @pytest.mark.wide
-def test_stand_averages_the_targets_distributions_behind_the_longest_ngram():
+def test_stand_averages_the_targets_distributions_after_the_longest_ngram():
     V, text = 6, [1, 2, 3, 1, 2, 4, 2, 1, 2]
     draft = Stand(V, order=2, k=3)
     s = rows(text, size=16)

@@ -190,7 +190,7 @@ def test_a_suffix_trees_chances_are_frequencies_among_siblings():
 
 # --- input-guided -------------------------------------------------------------------------------------------------
 
-def test_the_copy_resumes_behind_a_unique_match():
+def test_the_copy_resumes_after_a_unique_match():
     draft = InputGuided(length=3)
     prompt = [1, 2, 3, 1, 2, 4, 5, 6]
     s = rows(prompt)

@@ -53,7 +53,7 @@ def test_the_page_names_every_preset():
     assert [name for name in PRESETS if f"`{name}`" not in page] == []
 
 
-def test_by_hand():
+def test_the_plan_of_llama_3_8b_is_the_one_computed_by_hand():
     """Llama 3 8B on 8 chips: 16.06 GB of weights, 131,072 bytes a token of cache."""
     found = {p.mesh: p for p in plan("llama-3-8b", "v5e:2x4", batch=64, capacity=8192, compile=False)}
     assert set(found) == {(1, 8), (2, 4), (4, 2), (8, 1)}
@@ -230,7 +230,7 @@ def test_this_machine(monkeypatch):
     assert plan("pycode", "here", batch=here.count, capacity=256)[0].tokens_per_second > 1
 
 
-def test_predictions():
+def test_speeds_are_predicted_from_tokens_per_forward():
     rows = [Row("completion", 8, PLAIN, None, 8, tokens_per_forward=1.0),
             *(Row("completion", 8, name, None, 8, tokens_per_forward=2.0)
               for name in ("prompt-lookup:length=4", "speculative-sampling:length=4", "layerskip")),

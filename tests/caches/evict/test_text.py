@@ -67,7 +67,7 @@ def test_finished_lists_are_found_in_one_another() -> None:
 
 
 @pytest.mark.wide
-def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
+def test_after_a_hole_the_model_continues_the_text_without_it() -> None:
     """Of two layers, in rows with and without holes, behind a prompt and while decoding."""
     prompts = [[1, 2, 8, 4, 5, 6, 9, 7, 1, 2, 8, 3, 3, 9, 4], [1, 8, 2, 3, 4], [8, 5, 5, 9, 2, 2]]
     shorter = [[1, 2, 8, 9, 7, 1, 2, 8, 9, 4], [1, 8, 2, 3, 4], [8, 9, 2, 2]]

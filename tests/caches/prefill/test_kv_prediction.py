@@ -120,7 +120,7 @@ def test_an_auxiliary_model_is_trained_with_its_maps() -> None:
 
 
 @pytest.mark.wide
-def test_questions_behind_a_context_are_read_by_the_model_itself() -> None:
+def test_questions_after_a_context_are_read_by_the_model_itself() -> None:
     """So a model that predicts itself answers as if it had read both."""
     kind = caches.make("kv-prediction", auxiliary=DEEP, maps=ITSELF)
     out = dx.generate(DEEP, [[5, 6], [7]], context=[1, 2, 3, 4], cache=kind, max_new_tokens=6)

@@ -77,7 +77,7 @@ def test_prompt_distill_keeps_what_its_layer_looks_for_in_all_layers() -> None:
             np.testing.assert_allclose(cache.heads(layer)[0][row, :, :41, :8], plain.k[0].swapaxes(0, 1), atol=1e-4)
 
 
-def test_layers_behind_do_not_run_for_tokens_that_stay_behind() -> None:
+def test_later_layers_do_not_run_for_tokens_that_were_dropped() -> None:
     """A third of the layers of three, so that is what a chunk of a prompt costs, but for embeddings."""
     window = causal(jnp.zeros((1, 64), jnp.int32), jnp.zeros(1, jnp.int32), jnp.ones((1, 64), bool))
     costs = []

@@ -35,7 +35,7 @@ def test_a_prefix_is_a_context_that_was_read(cache: Any) -> None:
     assert brought.tokens.tolist() == texts.tokens.tolist()
 
 
-def test_prefixes_of_any_lengths_stand_in_one_batch() -> None:
+def test_one_batch_has_prefixes_of_any_lengths() -> None:
     texts, brought = (dx.generate(DEEP, QUESTIONS, context=context, batch_size=2, **SAMPLED)
                       for context in (PROMPTS, [read_prefix(DEEP, text) for text in PROMPTS]))
     assert brought.tokens.tolist() == texts.tokens.tolist()

@@ -70,7 +70,7 @@ def test_values_that_are_constant_over_a_group_are_kept() -> None:
 @pytest.mark.parametrize("codec", often([KIVICodec(4, 2, 4)], [
     KIVICodec(4, 2, 4), QuantSpecCodec(4), QuantSpecCodec(4, lower=False), GEARCodec(2, 4, 8, 0.25, 2),
     MustafarCodec(0.5, 0.7)]))
-def test_attention_is_that_to_what_the_codes_stand_for(codec: Codec) -> None:
+def test_attention_is_that_to_the_decoded_codes(codec: Codec) -> None:
     """Behind a prompt, and behind the flush of a full rest, in rows of different lengths."""
     network = Transformer(llama(vocab=16, width=32, layers=1, heads=4, kv_heads=2, mlp=24, context=256))
     params = network.init_params(jax.random.key(0))

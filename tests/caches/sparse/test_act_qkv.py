@@ -74,7 +74,7 @@ def test_layers_divide_blocks_as_the_authors_do() -> None:
         assert divided(means, total, jnp.int32(least), jnp.int32(most)).tolist() == wanted
 
 
-def test_a_token_reads_by_densities_that_are_room_behind() -> None:
+def test_a_token_reads_by_densities_of_tokens_at_least_room_before_it() -> None:
     """The latest so many of those, and as many blocks in all layers before there are enough."""
     kind = ActQKVConfig(2 + 16 + 4 * 2, sinks=2, recent=16, block_size=2, window_size=8, samples=2, least=1, room=5)
     cache: Any = kind([KVLayer(2, 8, queries=4)] * 2, 1, 112, jnp.float32)

@@ -102,7 +102,7 @@ def test_forwards_that_compute_entries_anew_are_counted() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("algorithm", [LOOKUP, TREE], ids=["chain", "tree"])
-def test_drafts_change_nothing_behind_a_context(algorithm: Any) -> None:
+def test_drafts_change_nothing_after_a_context(algorithm: Any) -> None:
     """Whose questions are read as what follows a prompt is."""
     options: dict[str, Any] = dict(context=PROMPTS[0], cache=FEW, max_new_tokens=20, temperature=[0.0, 0.9], seed=3)
     asked = [PROMPTS[1][:7], PROMPTS[2]]

@@ -192,7 +192,7 @@ def test_a_bias_is_added_to_the_scores_of_cache_and_window() -> None:
 
 
 @pytest.mark.wide
-def test_versions_of_t5_are_told_apart() -> None:
+def test_versions_of_t5_are_recognised() -> None:
     """Whether the MLP is gated, the head is tied, and hidden states are scaled before it."""
     configs = [loaded(name).model.config for name in ("t5-1.0", "t5-1.1", "mt5")]
     assert [(c.gated, c.tied, c.head_scale != 1) for c in configs] == [

@@ -194,11 +194,12 @@ def test_kernels_without_data_or_weights_are_packed_too() -> None:
 
 def test_wrong_parameters_are_refused() -> None:
     assert read_format("glvq") == GLVQ()
-    for options, message in ((dict(bits=0), "bits: got 0, takes an int from 1 to 7"), (dict(bits=8), "bits: got 8"),
-                             (dict(bits=1), "spread: got 1 with 1 bits, takes 0"), (dict(group=100), "group: got 100"),
+    for options, message in ((dict(bits=0), "bits: got 0, takes a whole number from 1 to 7"),
+                             (dict(bits=8), "bits: got 8"), (dict(bits=1), "spread: got 1 with 1 bits, takes 0"),
+                             (dict(group=100), "group: got 100"),
                              (dict(group=32, dimension=64), "group: got 32, takes a multiple of 64"),
                              (dict(dimension=0), "dimension: got 0"), (dict(steps=-1), "steps: got -1"),
-                             (dict(rate=-1.0), "rate: got -1.0, takes 0 or more")):
+                             (dict(rate=-1.0), "rate: got -1.0, takes a number from 0")):
         with pytest.raises(ValueError, match=f"^{message}"):
             GLVQ(**options)
     with pytest.raises(ValueError, match="needs calibration data"):

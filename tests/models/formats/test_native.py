@@ -27,9 +27,9 @@ def test_the_source_compiles() -> None:
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache folder, with what was registered forgotten."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._registered.cache_clear()
+    native.registered.cache_clear()
     yield tmp_path
-    native._registered.cache_clear()
+    native.registered.cache_clear()
 
 
 def kernel(name: str) -> tuple[GgmlBlocks, np.ndarray]:
@@ -87,12 +87,12 @@ def test_without_a_compiler_or_when_switched_off_xla_multiplies(elsewhere: Path,
     assert not native.usable()
     assert not Ggml("q4_0").pack(jnp.ones((K, N))).by_group
     monkeypatch.setenv("DECODAX_NATIVE", "1")
-    native._registered.cache_clear()
+    native.registered.cache_clear()
     monkeypatch.setenv("CXX", "false")
     with caplog.at_level(logging.WARNING, "decodax"):
         assert not native.usable()
     assert "multiplied by XLA, which is slower" in caplog.text and not list(elsewhere.rglob("*.so"))
-    native._registered.cache_clear()
+    native.registered.cache_clear()
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert not native.usable()
 
@@ -100,7 +100,7 @@ def test_without_a_compiler_or_when_switched_off_xla_multiplies(elsewhere: Path,
 @pytest.mark.wide
 def test_it_is_compiled_once(elsewhere: Path) -> None:
     compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
-    made = native._built(compiler)     # not registered: a process may register one library only
+    made = native.compiled(compiler)     # not registered: a process may register one library only
     when = made.stat().st_mtime_ns
-    assert native._built(compiler) == made and made.stat().st_mtime_ns == when
+    assert native.compiled(compiler) == made and made.stat().st_mtime_ns == when
     assert [*elsewhere.rglob("*.so")] == [made]

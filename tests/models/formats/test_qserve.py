@@ -323,7 +323,7 @@ def test_a_rotated_model_has_the_same_logits(name: str) -> None:
 
 
 @pytest.mark.wide
-def test_rotation_spreads_what_stands_out() -> None:
+def test_rotation_spreads_outliers() -> None:
     """So rows lose less by 8 bits."""
     model = Transformer(SMALL)
     params = model.init_params(jax.random.key(0))

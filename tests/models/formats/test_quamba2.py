@@ -279,7 +279,7 @@ def test_a_rotated_kernel_multiplies_as_its_values() -> None:
 def test_unsupported_methods_and_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights, activations: got 8 and 16 bits, takes 8 and 8, 4 and 8, or 4"):
         Quamba2(8, 16)
-    with pytest.raises(ValueError, match="heads: got 0, takes 1 or more"):
+    with pytest.raises(ValueError, match="heads: got 0, takes a whole number from 1"):
         Quamba2(heads=0)
     with pytest.raises(ValueError, match="data: got None, but 'quamba2' needs calibration data"):
         dx.quantize(whole(), "quamba2")

@@ -173,9 +173,9 @@ def test_experts_have_limits_of_their_own() -> None:
 
 
 def test_numbers_out_of_range_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^sparsity: got 1, takes 0 to below 1$"):
+    with pytest.raises(ValueError, match=r"^sparsity: got 1, takes a number from 0 and below 1$"):
         RSparse(sparsity=1)
-    with pytest.raises(ValueError, match=r"^ratio: got 1\.5, takes 0 to 1, or None$"):
+    with pytest.raises(ValueError, match=r"^ratio: got 1\.5, takes a number from 0 to 1 or None$"):
         RSparse(ratio=1.5)
     with pytest.raises(ValueError, match=r"^weights: 'r-sparse' needs calibration data"):
         dx.load("pycode-draft", weights="r-sparse")

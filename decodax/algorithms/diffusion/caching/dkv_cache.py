@@ -135,7 +135,7 @@ def _decided(view: View, since: Array) -> Array:
                      family="diffusion-cache", needs="a diffusion model")
 def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block_length: Count = 32,
               steps: Count | None = None, cache_steps: Count | None = None, window_size: WholeNumber = 4,
-              packed: tuple[int, ...] | None = None) -> MaskedDiffusion:
+              packed: tuple[Count, ...] | None = None) -> MaskedDiffusion:
     """LLaDA's sampler with a cache in which a token's entries are stored one step after the token was decided.
 
     For models with attention in both directions. "greedy" computes less and decides in random order.

@@ -16,7 +16,7 @@ paper defines it as the cosine of attention rows). The cache is approximate.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import cosine
 from decodax.algorithms.diffusion.view import Seen, View
 from decodax.cache import AttentionView, Dense, Wrapper
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache, Entries
@@ -340,7 +340,7 @@ class Leading(Whole):
 
 @ALGORITHMS.register("elastic-cache", "Attention Is All You Need for KV Cache in Diffusion LLMs",
                      "Nguyen-Tri, Ranjan, Shen 2025", family="diffusion-cache", needs="a diffusion model")
-def elastic_cache(lm: Any, window_size: Count = 16, threshold: Share = 0.9, gamma: float = 0.9,
+def elastic_cache(lm: Any, window_size: Count = 16, threshold: Share = 0.9, gamma: Annotated[float, Range(-1, 1)] = 0.9,
                   size: Count | None = None) -> MaskedDiffusion:
     """Unmasks the confident ones among the first masks, and recomputes entries where attention has changed.
 

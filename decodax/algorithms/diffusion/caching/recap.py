@@ -24,7 +24,7 @@ from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import rank
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
 
@@ -124,9 +124,9 @@ class Targets(Rewriting):
 @ALGORITHMS.register("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
                      family="diffusion-cache", needs="a diffusion model")
 def recap(lm: Any, steps: Count = 24, every: Count = 2, pre_full_iters: WholeNumber = 0,
-          order: Literal["random", "confidence"] = "confidence", choice_temperature: float = 5.5,
+          order: Literal["random", "confidence"] = "confidence", choice_temperature: NonNegative = 5.5,
           schedule: Literal["power", "cosine"] = "power", size: Count | None = None,
-          packed: tuple[int, ...] = ()) -> MaskedDiffusion:
+          packed: tuple[Count, ...] = ()) -> MaskedDiffusion:
     """MaskGIT's sampler whose full steps choose targets, and whose local steps compute only these.
 
     Halves the computation of a sampler that fills the whole text at once.

@@ -16,7 +16,7 @@ from decodax.algorithms.diffusion.policies import BudgetSized, Caching, Memory, 
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Threshold
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, Share, TokenId
 from decodax.common.registry import ALGORITHMS
 
 
@@ -111,7 +111,7 @@ class OwnBlock(DualCache):
 
 @ALGORITHMS.register("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size",
                      "Lu et al. 2025", family="masked-diffusion", needs="a diffusion model")
-def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3,
+def adablock(lm: Any, delimiters: tuple[TokenId, ...] | None = None, delimiter_threshold: Share = 0.3,
              block_length: Count = 32, threshold: Share = 0.9, cache: Literal["none", "prefix", "dual"] = "none",
              suffix: Count = 256, size: Count | None = None) -> MaskedDiffusion:
     """Fills blocks that end at the end of a line, all confident positions at once.

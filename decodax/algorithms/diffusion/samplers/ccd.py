@@ -27,7 +27,7 @@ from decodax.algorithms.diffusion.rules.unmasking import Quota, Threshold, best
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import rank
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -167,8 +167,8 @@ class Average(Shaper):
 @ALGORITHMS.register("ccd", "Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models",
                      "Chen et al. 2025", family="masked-diffusion", needs="a diffusion model")
 def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: Count | None = None, adaptive: bool = True,
-        grow: float = 4.0, order: Literal["confidence", "entropy"] = "entropy", size: Count | None = None,
-        past: WholeNumber = 3, kept: Count = 8, bound: float | None = None,
+        grow: NonNegative = 4.0, order: Literal["confidence", "entropy"] = "entropy", size: Count | None = None,
+        past: WholeNumber = 3, kept: Count = 8, bound: NonNegative | None = None,
         block_length: Count | None = None) -> MaskedDiffusion:
     """Unmasks positions on which two successive steps agree, or candidates by the mean of the last steps'
     distributions.

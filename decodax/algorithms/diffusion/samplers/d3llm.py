@@ -22,7 +22,7 @@ from decodax.algorithms.diffusion.rules.stops import FirstEnd
 from decodax.algorithms.diffusion.rules.unmasking import Threshold, best
 from decodax.algorithms.diffusion.samplers.d2f import Pipelined, pipeline
 from decodax.algorithms.diffusion.view import Seen, View, span
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, NonNegative, Share
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -176,9 +176,9 @@ class InTurn(Delayed):
 
 @ALGORITHMS.register("d3llm", "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation",
                      "Qian et al. 2026", family="masked-diffusion", needs="a diffusion model")
-def d3llm(lm: Any, threshold: float = 0.5, block_add_threshold: Share = 0.1, decoded_token_threshold: Share = 0.95,
-          most: Count = 8, cache_delay_iter: WholeNumber | None = 1, refresh_interval: Count | None = None,
-          suffix: Count = 256, kind: Literal["llada", "dream"] | None = None,
+def d3llm(lm: Any, threshold: NonNegative = 0.5, block_add_threshold: Share = 0.1,
+          decoded_token_threshold: Share = 0.95, most: Count = 8, cache_delay_iter: WholeNumber | None = 1,
+          refresh_interval: Count | None = None, suffix: Count = 256, kind: Literal["llada", "dream"] | None = None,
           block_length: Count | None = None) -> MaskedDiffusion:
     """Fills several blocks at once by entropy, and caches finished blocks with a delay.
 

@@ -17,7 +17,7 @@ from decodax.algorithms.diffusion.rules.scores import NegEntropy
 from decodax.algorithms.diffusion.rules.stops import EndOfText, Steps
 from decodax.algorithms.diffusion.samplers.entropy_bounded import EntropyBound
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative, Positive, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -95,9 +95,9 @@ class Stable(Stop):
 
 @ALGORITHMS.register("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026", family="masked-diffusion",
                      needs="a diffusion model")
-def diffusion_gemma(lm: Any, entropy_bound: float = 0.1, steps: Count = 48, canvas_length: Count | None = None,
-                    confidence_threshold: float = 0.005, temperatures: tuple[float, float] = (0.8, 0.4),
-                    stability_threshold: int = 1) -> MaskedDiffusion:
+def diffusion_gemma(lm: Any, entropy_bound: NonNegative = 0.1, steps: Count = 48, canvas_length: Count | None = None,
+                    confidence_threshold: NonNegative = 0.005, temperatures: tuple[Positive, Positive] = (0.8, 0.4),
+                    stability_threshold: Whole = 1) -> MaskedDiffusion:
     """Decides every position of a canvas of random tokens again in each step until the canvas no longer changes, with
     an exact block cache.
 

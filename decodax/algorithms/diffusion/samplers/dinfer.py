@@ -19,7 +19,7 @@ from decodax.algorithms.diffusion.rules.unmasking import Threshold, reaches
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache
 from decodax.algorithms.diffusion.view import Seen, View, span
-from decodax.common.options import Count, Range, Share
+from decodax.common.options import Count, NonNegative, Range, Share
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
 
@@ -127,8 +127,9 @@ def dinfer_hierarchy(lm: Any, threshold: Share = 0.9, low_threshold: Share = 0.4
 
 
 @ALGORITHMS.register("dinfer-credit", PAPER, "Ma et al. 2025", family="masked-diffusion", needs="a diffusion model")
-def dinfer_credit(lm: Any, threshold: Share = 0.9, alpha: float = 0.7, gamma: float = 0.2, beta: float = 0.8,
-                  kept: Annotated[int, Range(2)] = 8, block_length: Count | None = None) -> MaskedDiffusion:
+def dinfer_credit(lm: Any, threshold: Share = 0.9, alpha: NonNegative = 0.7, gamma: NonNegative = 0.2,
+                  beta: NonNegative = 0.8, kept: Annotated[int, Range(2)] = 8,
+                  block_length: Count | None = None) -> MaskedDiffusion:
     """Unmasks all confident positions; a token that is the likeliest in several steps counts as more confident.
 
     Args:

@@ -10,13 +10,13 @@ from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
 from decodax.algorithms.diffusion.rules.scores import NegEntropy
 from decodax.algorithms.diffusion.rules.unmasking import Threshold
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("dparallel", "dParallel: Learnable Parallel Decoding for dLLMs", "Chen et al. 2025",
                      family="masked-diffusion", needs="a diffusion model")
-def dparallel(lm: Any, entropy: float = 0.5, block_length: Count | None = None) -> MaskedDiffusion:
+def dparallel(lm: Any, entropy: NonNegative = 0.5, block_length: Count | None = None) -> MaskedDiffusion:
     """Unmasks all positions of low entropy at once.
 
     For models trained to be certain early. A candidate whose entropy equals the bound is not unmasked, as in the

@@ -12,14 +12,14 @@ from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEnt
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.samplers.mdlm import Ancestral
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("dream", "Dream 7B: Diffusion Large Language Models", "Ye et al. 2025", family="masked-diffusion",
                      needs="a diffusion model")
 def dream(lm: Any, steps: Count = 64, alg: Literal["entropy", "topk_margin", "maskgit_plus", "origin"] = "entropy",
-          alg_temp: float = 0.0, size: Count | None = None) -> MaskedDiffusion:
+          alg_temp: NonNegative = 0.0, size: Count | None = None) -> MaskedDiffusion:
     """Unmasks positions of the whole text by entropy, margin or confidence, with quotas along the noise schedule.
 
     A step may decide nothing, since its quota is rounded down (`Quota`). Scores are those of the filtered

@@ -21,7 +21,7 @@ from decodax.algorithms.diffusion.policies import Memory, Score, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Of
 from decodax.algorithms.diffusion.stats import rank
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import ALGORITHMS
 
 
@@ -50,7 +50,7 @@ class EntropyBound(Unmask):
 
 @ALGORITHMS.register("entropy-bounded", "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded "
                      "Unmasking", "Ben-Hamu et al. 2025", family="masked-diffusion", needs="a diffusion model")
-def entropy_bounded(lm: Any, gamma: float = 0.1, block_length: Count | None = None,
+def entropy_bounded(lm: Any, gamma: NonNegative = 0.1, block_length: Count | None = None,
                     order: Literal["entropy", "confidence", "margin"] = "entropy") -> MaskedDiffusion:
     """Unmasks several positions at once, up to an entropy budget.
 
@@ -69,7 +69,7 @@ def entropy_bounded(lm: Any, gamma: float = 0.1, block_length: Count | None = No
 
 @ALGORITHMS.register("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
                      family="masked-diffusion", needs="a diffusion model")
-def sbd(lm: Any, gamma: float = 0.35, block_size: Count | None = None) -> MaskedDiffusion:
+def sbd(lm: Any, gamma: NonNegative = 0.35, block_size: Count | None = None) -> MaskedDiffusion:
     """Fills blocks of masks after a causal prefix, several positions at once, up to an entropy budget.
 
     For models made from autoregressive ones whose masks attend to one another and predict their own positions. The

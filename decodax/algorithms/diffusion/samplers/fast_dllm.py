@@ -20,7 +20,7 @@ from decodax.algorithms.diffusion.rules.unmasking import Anchored, Quota, Thresh
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import rank
 from decodax.algorithms.diffusion.view import Seen, View, span
-from decodax.common.options import Count
+from decodax.common.options import Count, Positive, Share
 from decodax.common.registry import ALGORITHMS
 
 
@@ -106,8 +106,8 @@ class PrefixCache(DualCache):
 
 @ALGORITHMS.register("fast-dllm", "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and "
                      "Parallel Decoding", "Wu et al. 2025", family="diffusion-cache", needs="a diffusion model")
-def fast_dllm(lm: Any, block_length: Count = 32, threshold: float | None = 0.9, steps: Count | None = None,
-              factor: float | None = None, variant: Literal["a", "b", "c"] = "a",
+def fast_dllm(lm: Any, block_length: Count = 32, threshold: Share | None = 0.9, steps: Count | None = None,
+              factor: Positive | None = None, variant: Literal["a", "b", "c"] = "a",
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: Count = 256) -> MaskedDiffusion:
     """Unmasks all confident positions of a block at once, with a prefix or dual cache that is refreshed for each block.
 

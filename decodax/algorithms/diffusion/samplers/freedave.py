@@ -23,7 +23,7 @@ from decodax.algorithms.diffusion.policies import Unmask, Verify
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Quota, Threshold
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
 from decodax.algorithms.diffusion.view import View
-from decodax.common.options import Count
+from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.core.window import take
 
@@ -175,7 +175,7 @@ def freedave(lm: Any, draft_steps: Count = 4, block_length: Count | None = None,
 
 
 @ALGORITHMS.register("freedave++", PAPER, "Wu and Zhang 2025", family="masked-diffusion", needs="a diffusion model")
-def freedave_plus_plus(lm: Any, draft_steps: Count = 4, threshold: float | None = 0.9,
+def freedave_plus_plus(lm: Any, draft_steps: Count = 4, threshold: Share | None = 0.9,
                        match: Literal["exact", "subset"] | None = None, block_length: Count | None = None,
                        cache: Cache = "none", suffix: Count = 256) -> MaskedDiffusion:
     """Takes several steps of threshold decoding in one forward pass; a draft may lack some of a step's tokens.

@@ -18,7 +18,7 @@ from decodax.algorithms.diffusion.caching.blocks import FusedCache
 from decodax.algorithms.diffusion.rules.scores import Position
 from decodax.algorithms.diffusion.rules.windows import Sliding
 from decodax.algorithms.diffusion.samplers.sdlm import ConfidentPrefix
-from decodax.common.options import Count, Whole
+from decodax.common.options import Count, Share, Whole
 from decodax.common.registry import ALGORITHMS
 
 
@@ -37,7 +37,7 @@ class Placeholders(Adapter):
 
 @ALGORITHMS.register("lud", "Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical Units for LLMs",
                      "Sun et al. 2024", family="blockwise-parallel", needs="a model", guarantee="approximate")
-def lud(lm: Any, length: Count = 5, threshold: float = 0.9, placeholder: Whole | None = None) -> MaskedDiffusion:
+def lud(lm: Any, length: Count = 5, threshold: Share = 0.9, placeholder: Whole | None = None) -> MaskedDiffusion:
     """Predicts several tokens at placeholders at once and keeps the first ones that are sure.
 
     For models that were tuned for it (`scripts/train.py tune --objective lud`); others are rarely sure at placeholders.

@@ -15,7 +15,7 @@ from decodax.algorithms.diffusion.rules.scores import Confidence, Noisy
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best, remaining
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import ALGORITHMS
 
 
@@ -45,7 +45,8 @@ class MaskBottom(Stepped, Remask):
 
 @ALGORITHMS.register("maskgit", "MaskGIT: Masked Generative Image Transformer", "Chang et al. 2022",
                      family="masked-diffusion", needs="a diffusion model")
-def maskgit(lm: Any, steps: Count = 12, choice_temperature: float = 4.5, size: Count | None = None) -> MaskedDiffusion:
+def maskgit(lm: Any, steps: Count = 12, choice_temperature: NonNegative = 4.5,
+            size: Count | None = None) -> MaskedDiffusion:
     """Fills the whole text at once, with cosine quotas, by confidence with Gumbel noise that fades.
 
     For very few steps. The loop of the paper draws all open positions and masks the least confident ones again

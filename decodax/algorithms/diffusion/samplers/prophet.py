@@ -16,7 +16,7 @@ from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import BlockQuota
 from decodax.algorithms.diffusion.rules.windows import WholeBlocks
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count
+from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 
 
@@ -62,7 +62,7 @@ class Gap(Stepped, Stop):
 
 @ALGORITHMS.register("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
                      family="masked-diffusion", needs="a diffusion model")
-def prophet(lm: Any, block_length: Count = 32, steps: Count | None = None, answer: tuple[int, int] | None = None,
+def prophet(lm: Any, block_length: Count = 32, steps: Count | None = None, answer: tuple[Whole, Count] | None = None,
             gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: Count | None = None) -> MaskedDiffusion:
     """LLaDA's sampler that unmasks all remaining positions as soon as the answer is certain.
 

@@ -17,7 +17,7 @@ from decodax.algorithms.diffusion.rules.scores import Random
 from decodax.algorithms.diffusion.rules.unmasking import time
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, NonNegative, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.core.keys import Purpose
 
@@ -117,7 +117,7 @@ class Coins(Stepped, Unmask):
 
 @ALGORITHMS.register("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
                      family="masked-diffusion", needs="a diffusion model")
-def remdm(lm: Any, steps: Count = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
+def remdm(lm: Any, steps: Count = 64, eta: NonNegative = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
           t_on: Share = 0.55, t_off: Share = 0.05, alpha_on: Share = 0.9, size: Count | None = None) -> MaskedDiffusion:
     """Samples the absorbing process and remasks some decided tokens, so that more steps give better texts.
 

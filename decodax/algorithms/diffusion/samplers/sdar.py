@@ -12,14 +12,14 @@ from decodax.algorithms.diffusion.policies import Score, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, NegEntropy, Position, Random
 from decodax.algorithms.diffusion.rules.unmasking import AtLeast, Quota, Threshold
 from decodax.algorithms.diffusion.samplers.entropy_bounded import EntropyBound
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, NonNegative, Share
 from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("sdar", "SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation",
                      "Cheng et al. 2025", family="masked-diffusion", needs="a diffusion model")
 def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "random"] = "dynamic",
-         threshold: Share = 0.9, steps: Count | None = None, eb_threshold: float = 0.1) -> MaskedDiffusion:
+         threshold: Share = 0.9, steps: Count | None = None, eb_threshold: NonNegative = 0.1) -> MaskedDiffusion:
     """Fills small blocks with an exact cache, by static, dynamic, sequential or entropy-bounded quotas.
 
     For block-causal models. If fewer positions are open than the quota, the authors' static and dynamic rules also

@@ -209,7 +209,7 @@ class Adaptive(LearnsFromPrompt, Varies):
                                                                    decision, x) for i, x in enumerate(states))
 
     def _tell_later(self, params: Params, s: State, out: Out, untold: Any, states: Any) -> Any:
-        """Returns the states of the drafts after those that are told later were told of the rounds so far."""
+        """Returns the states of the drafts, after drafts that read rounds later have read the rounds so far."""
         forms = self._forms(params, s)
         new = {i: told(untold, n, forms[n], self._drafter(i), self._own(params, self.drafts[i]), s, out, states[i])
                for n, i in enumerate(self.deferred)}

@@ -15,6 +15,7 @@ from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.text.ngram import NGram
 from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton
+from decodax.common.options import Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
@@ -118,7 +119,7 @@ def _arms(lm: Any, draft: Any, lengths: tuple[int, ...], arms: Any) -> tuple[Spe
 
 @ALGORITHMS.register("ucbspec", "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms", "Hou et al. 2025",
                      family="speculative-theory", guarantee="seed-exact")
-def ucbspec(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3, 7), arms: Any = None) -> Adaptive:
+def ucbspec(lm: Any = None, draft: Any = None, lengths: tuple[Whole, ...] = (0, 3, 7), arms: Any = None) -> Adaptive:
     """Chooses a draft and its length for each round by upper confidence bounds.
 
     For texts that do not change their character; `exp3spec` is for texts that do.
@@ -134,7 +135,7 @@ def ucbspec(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3,
 
 @ALGORITHMS.register("exp3spec", "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms", "Hou et al. 2025",
                      family="speculative-theory", guarantee="seed-exact")
-def exp3spec(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3, 7), arms: Any = None) -> Adaptive:
+def exp3spec(lm: Any = None, draft: Any = None, lengths: tuple[Whole, ...] = (0, 3, 7), arms: Any = None) -> Adaptive:
     """Chooses a draft and its length for each round by exponential weights.
 
     For texts that change their character; the method never stops exploring.

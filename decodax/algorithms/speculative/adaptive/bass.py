@@ -12,6 +12,7 @@ from jax import Array
 from decodax.algorithms.speculative.adaptive.arms import Adaptive, chains
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome, for_rows, of_batch
 from decodax.common.arguments import check_counts
+from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
@@ -78,7 +79,7 @@ class Bass(Controller):
 
 @ALGORITHMS.register("bass", "BASS: Batched Attention-optimized Speculative Sampling", "Qian et al. 2024",
                      family="batching-scheduling", needs="a draft model", guarantee="seed-exact")
-def bass(draft: Any, lengths: tuple[int, ...] = (1, 2, 3, 5, 7)) -> Adaptive:
+def bass(draft: Any, lengths: tuple[Count, ...] = (1, 2, 3, 5, 7)) -> Adaptive:
     """Drafts with a draft model, with one draft length that is adapted to the row with the most accepted drafts.
 
     For batches whose draft length should adapt without measured costs. Rows may accept different numbers of drafts.

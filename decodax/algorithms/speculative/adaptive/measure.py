@@ -121,7 +121,7 @@ def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch:
 
 @ALGORITHMS.register("automatic", "Draft length by measured cost and acceptance", "", family="speculative-theory",
                      needs="a model", guarantee="seed-exact")
-def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[int, ...] = (2, 4, 7), batch: Count = 1) -> Adaptive:
+def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[Count, ...] = (2, 4, 7), batch: Count = 1) -> Adaptive:
     """Drafts chains of the length that pays on this machine, or none, by measured costs and the acceptance in the text.
 
     For use if you do not know what pays: it never costs much more than plain decoding. Creating it measures the model,

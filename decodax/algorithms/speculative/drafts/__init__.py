@@ -38,6 +38,7 @@ from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutoma
 from decodax.algorithms.speculative.drafts.text.stand import Stand
 from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
 from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling
+from decodax.common.names import directory
 
 __all__ = [
            "ADED",
@@ -77,3 +78,5 @@ __all__ = [
            "UserDraft",
            "fit_anchors",
 ]
+
+__dir__ = directory(__all__)

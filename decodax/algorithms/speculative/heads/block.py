@@ -55,7 +55,7 @@ class BlockDraft(TrainedHead):
     """Drafts with a block head, in one pass for all tokens.
 
     A path has at most `head.longest` drafts; nodes beyond it get the logits of the last slot. For a shorter tree the
-    block has fewer masks, so its drafts cost less. Slots that see each other then predict without the masks behind
+    block has fewer masks, so its drafts cost less. Slots that see each other then predict without the masks after
     them, which the head was not trained for: models trained with large blocks draft well with smaller ones (Chen, Liang
     and Liu, 2026).
 

@@ -15,7 +15,10 @@ from decodax.algorithms.speculative.trees.sparse_trees import SparseTree, Sparse
 from decodax.algorithms.speculative.trees.specdec import RiskThreshold
 from decodax.algorithms.speculative.trees.tetris import Tetris
 from decodax.algorithms.speculative.trees.threshold import probability
+from decodax.common.names import directory
 
 __all__ = ["EAGLE_25", "MEDUSA_63", "RECYCLING_80", "CaPE", "Chain", "ConfidenceChain", "ConfidenceTree", "DySpec",
            "Fixed", "OptTree", "RiskThreshold", "Sliced", "SparseTree", "SparseTrees", "StochasticBeam", "Tetris",
            "expected", "from_acceptance", "probability", "sequoia_for", "sequoia_tree", "sparse_trees"]
+
+__dir__ = directory(__all__)

@@ -79,7 +79,7 @@ class CaPE(Shape):
         first = look(children)
         (g, _), rest = jax.lax.scan(visit, (g, first[0][:, 0]), None, K - 1)
         tokens, live, log_q = jax.tree.map(lambda x, y: jnp.swapaxes(jnp.concatenate([x[None], y]), 0, 1), first, rest)
-        # the chain, then what stands beside it, position by position and without the gaps
+        # the chain, then the nodes beside it, position by position and without the gaps
         spare = (self.nodes or K * R) - K
         live = live & jnp.cumprod(live[:, :, :1].astype(jnp.int32), 1, dtype=jnp.int32).astype(bool)
         flat = lambda x: x[:, :, 1:].reshape(x.shape[0], -1)

@@ -19,7 +19,7 @@ from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed, Path
 from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.verify.mcsd import MultiRound
-from decodax.common.options import Count
+from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 
 
@@ -84,7 +84,7 @@ def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft:
 @ALGORITHMS.register("sequoia", "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding",
                      "Chen et al. 2024", family="speculative-tree", needs="a draft model",
                      guarantee="distribution-exact")
-def sequoia(draft: Any, acceptance: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04), nodes: Count = 24,
+def sequoia(draft: Any, acceptance: tuple[Share, ...] = (0.6, 0.15, 0.07, 0.04), nodes: Count = 24,
             length: Count | None = 8, shape: Fixed | None = None) -> Speculative:
     """Drafts the tree with the largest expected number of tokens for given probabilities of acceptance, found by
     dynamic programming.

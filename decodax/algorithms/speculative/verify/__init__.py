@@ -11,7 +11,10 @@ from decodax.algorithms.speculative.verify.rejection import Rejection
 from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
 from decodax.algorithms.speculative.verify.spectr import KSeq
 from decodax.algorithms.speculative.verify.typical import TypicalAcceptance
+from decodax.common.names import directory
 
 __all__ = ["BlockVerification", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "MinimumBlock",
            "MultiRound", "Rejection", "SeedExact", "SpecVerification", "TopKAcceptance", "TypicalAcceptance",
            "Verifier"]
+
+__dir__ = directory(__all__)

@@ -21,6 +21,7 @@ from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.tree import Drawn
 from decodax.algorithms.speculative.verifier import Guarantee
 from decodax.algorithms.speculative.verify.walk import SiblingVerifier, certain, residual
+from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
 
@@ -76,7 +77,7 @@ class MultiRound(SiblingVerifier):
 
 @ALGORITHMS.register("mcsd", "Multi-Candidate Speculative Decoding", "Yang et al. 2024", family="speculative-tree",
                      needs="a draft model", guarantee="distribution-exact")
-def mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Speculative:
+def mcsd(draft: Any, branching: tuple[Count, ...] = (4, 2, 2)) -> Speculative:
     """Drafts several candidates at each node with a draft model, drawn without replacement.
 
     For sampled texts: if the first candidate is rejected, a second or third is often accepted.

@@ -15,7 +15,7 @@ from decodax.caches.evict.expected_attention import ExpectedAttention
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Every, Selection, best, whole
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
-from decodax.common.options import Count, Range, Share, Whole
+from decodax.common.options import Count, NonNegative, Odd, Range, Share, Whole
 from decodax.common.registry import CACHES
 
 HeadCap = Annotated[float, Range(1)] | None
@@ -69,7 +69,7 @@ class AdaptiveHeads(Selection):
 @CACHES.register("adakv",
                  "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
                  "Feng et al. 2024", family="evict")
-def adakv(budget: Budget = 1024, every: Every = None, window_size: Count = 32, kernel_size: Count = 7,
+def adakv(budget: Budget = 1024, every: Every = None, window_size: Count = 32, kernel_size: Odd = 7,
           pooling: Pooling = "max", floor_alpha: Share = 0.2, head_cap: HeadCap = None) -> Eviction:
     """Keeps the tokens that SnapKV chooses, with one budget for all heads of a layer.
 
@@ -91,7 +91,7 @@ def adakv(budget: Budget = 1024, every: Every = None, window_size: Count = 32, k
                  "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
                  "Devoto et al. 2025", family="evict")
 def adaptive_expected_attention(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4,
-                                n_future_positions: Count = 512, epsilon: float = 0.01, floor_alpha: Share = 0.2,
+                                n_future_positions: Count = 512, epsilon: NonNegative = 0.01, floor_alpha: Share = 0.2,
                                 head_cap: HeadCap = None) -> Eviction:
     """Keeps the tokens that Expected Attention chooses, with one budget for all heads of a layer.
 

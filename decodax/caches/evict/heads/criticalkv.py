@@ -18,7 +18,7 @@ from decodax.caches.evict.heads.adakv import AdaptiveHeads, HeadCap
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, Top, best, whole
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, Odd, Share
 from decodax.common.registry import CACHES
 
 
@@ -81,7 +81,7 @@ class TwoStages(Selection):
 
 @CACHES.register("criticalkv", "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
                  "Feng et al. 2025", family="evict")
-def criticalkv(budget: Budget = 1024, window_size: Count = 32, kernel_size: Count = 7, pooling: Pooling = "max",
+def criticalkv(budget: Budget = 1024, window_size: Count = 32, kernel_size: Odd = 7, pooling: Pooling = "max",
                first_stage_ratio: Share = 0.5, floor_alpha: Share | None = None, head_cap: HeadCap = None) -> Eviction:
     """Keeps the tokens that SnapKV chooses, and tokens whose values change the output of attention most.
 

@@ -17,7 +17,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer
 from decodax.caches.evict.selection import Budget, Selection, best
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
-from decodax.common.options import Count, Positive, Range
+from decodax.common.options import Count, NonNegative, Odd, Positive, Range
 from decodax.common.registry import CACHES
 
 
@@ -74,8 +74,8 @@ def head_sizes(heads: tuple[tuple[float, ...], ...], budget: int, window_size: i
 
 @CACHES.register("headkv", "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval "
                  "and Reasoning", "Fu et al. 2024", family="evict")
-def headkv(heads: tuple[tuple[float, ...], ...] = (), budget: Count = 512, beta: Annotated[float, Range(1)] = 1.5,
-           temperature: Positive = 1.0, window_size: Count = 8, kernel_size: Count = 7,
+def headkv(heads: tuple[tuple[NonNegative, ...], ...] = (), budget: Count = 512, beta: Annotated[float, Range(1)] = 1.5,
+           temperature: Positive = 1.0, window_size: Count = 8, kernel_size: Odd = 7,
            pooling: Pooling = "max") -> Eviction:
     """Keeps the tokens that SnapKV chooses; the number of tokens of each head depends on its measured importance.
 

@@ -27,12 +27,12 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.heads.adakv import AdaptiveHeads, HeadCap
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, best
-from decodax.common.options import Range, Whole
+from decodax.common.options import Range, TokenId, Whole
 from decodax.common.registry import CACHES
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 
-Words = str | tuple[int, ...]
+Words = str | tuple[TokenId, ...]
 """A text, which the tokenizer of the model encodes, or a tuple of token ids."""
 
 BEFORE = 8

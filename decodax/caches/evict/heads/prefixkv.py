@@ -15,7 +15,7 @@ import numpy as np
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.h2o import Accumulated
 from decodax.caches.evict.selection import Budget, Top, kept
-from decodax.common.options import Whole
+from decodax.common.options import Share, Whole
 from decodax.common.registry import CACHES
 
 
@@ -33,7 +33,7 @@ class NearestTop(Top):
 
 @CACHES.register("prefixkv", "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for "
                  "Efficient Generation", "Wang et al. 2024", family="evict")
-def prefixkv(layers: tuple[float, ...] = (), start_size: Whole = 4) -> Eviction:
+def prefixkv(layers: tuple[Share, ...] = (), start_size: Whole = 4) -> Eviction:
     """Keeps in each layer a measured share of the tokens, those that have received the most attention.
 
     Evicts once, after the prompt. First measure the layers of a model with `decodax.train.fit_layers`.

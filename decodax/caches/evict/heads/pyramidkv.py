@@ -10,7 +10,7 @@ import numpy as np
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.selection import Budget, Every, Top
 from decodax.caches.evict.snapkv import Pooling, WindowAttention
-from decodax.common.options import Count
+from decodax.common.options import Count, Odd
 from decodax.common.registry import CACHES
 
 
@@ -62,7 +62,7 @@ class Pyramid(Top):
 
 @CACHES.register("pyramidkv", "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
                  "Cai et al. 2024", family="evict")
-def pyramidkv(budget: Budget = 2048, every: Every = None, window_size: Count = 8, kernel_size: Count = 7,
+def pyramidkv(budget: Budget = 2048, every: Every = None, window_size: Count = 8, kernel_size: Odd = 7,
               pooling: Pooling = "max", beta: Count = 20) -> Eviction:
     """Keeps the tokens that SnapKV chooses, more of them in the first layers and fewer in the last ones.
 

@@ -20,7 +20,7 @@ from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore, by_slot
 from decodax.caches.evict.selection import Budget, Selection, best, whole
-from decodax.common.options import Share
+from decodax.common.options import Share, TokenId, Whole
 from decodax.common.registry import CACHES
 from decodax.core.capabilities import ReadPrompt
 
@@ -94,9 +94,9 @@ class ImageShares(Selection):
 
 @CACHES.register("plphp", "PLPHP: Per-Layer Per-Head Vision Token Pruning for Efficient Large Vision-Language Models",
                  "Meng et al. 2025", family="evict")
-def plphp(image: tuple[int, int] | None = None, rate: Share | None = None, change: Share | None = None,
+def plphp(image: tuple[TokenId, TokenId] | None = None, rate: Share | None = None, change: Share | None = None,
           attentive: Share | None = None, indifferent: Share | None = None, budget: Budget | None = None,
-          skip: tuple[int, ...] = ()) -> Eviction:
+          skip: tuple[Whole, ...] = ()) -> Eviction:
     """Keeps all text, and the image tokens of a prompt that the newest token attends to; attentive layers keep more of
     them.
 

@@ -28,7 +28,7 @@ from decodax.algorithms.speculative.source import Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.algorithms.speculative.verify.cut import Cut
-from decodax.common.options import Count
+from decodax.common.options import Count, TokenId, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Params
@@ -104,8 +104,8 @@ class FastCoT(Iterated):
 @ALGORITHMS.register("fastcot",
                      "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster",
                      "Zhang et al. 2023", family="parallel-jacobi", guarantee="seed-exact")
-def fastcot(schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12)), cut: Count | None = None,
-            trigger: tuple[int, ...] = (), verify: Verifier | None = None) -> Speculative:
+def fastcot(schedule: tuple[tuple[Whole, Whole], ...] = ((0, 4), (16, 8), (64, 12)), cut: Count | None = None,
+            trigger: tuple[TokenId, ...] = (), verify: Verifier | None = None) -> Speculative:
     """Iterates a Jacobi window whose size follows a schedule; `cut` ends a rationale early, with approximate tokens.
 
     After a cut, the answer is written after guesses of the rationale's end.

@@ -28,7 +28,7 @@ from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, Range, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
@@ -38,7 +38,7 @@ from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
 
-Fill = int | Literal["repeat", "text"]
+Fill = TokenId | Literal["repeat", "text"]
 """The first guess for a position: a token id (the paper's PAD), "repeat" (the newest token), or "text" (a token at a
 random position of the text so far)."""
 

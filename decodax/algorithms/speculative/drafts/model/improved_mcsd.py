@@ -29,7 +29,7 @@ from decodax.algorithms.speculative.trees.sliced import Sliced
 from decodax.algorithms.speculative.trees.threshold import Predictor, probability
 from decodax.algorithms.speculative.verifier import Verifier
 from decodax.algorithms.speculative.verify.longest_branch import LongestBranch
-from decodax.common.options import Share
+from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
@@ -109,7 +109,7 @@ class TargetRooted(SourceAround):
 @ALGORITHMS.register("improved-mcsd", "Improving Multi-candidate Speculative Decoding",
                      "Lu, Zeng, Ma, Yu, Levorato 2024", family="speculative-tree", needs="a draft model",
                      guarantee="approximate")
-def improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), threshold: Share = 0.3,
+def improved_mcsd(draft: Any, branching: tuple[Count, ...] = (4, 2, 1, 1), threshold: Share = 0.3,
                   predictor: Predictor = probability, verify: Verifier | None = None) -> Speculative:
     """Takes the first tokens of several branches from the target, and accepts the longest branch.
 

@@ -26,6 +26,7 @@ from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.algorithms.speculative.verifier import Verifier
 from decodax.algorithms.speculative.verify.mcsd import MultiRound
+from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -115,7 +116,7 @@ class Merged(Draft):
 @ALGORITHMS.register("specinfer", "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative "
                      "Inference and Verification", "Miao et al. 2024", family="speculative-tree", needs="a draft model",
                      guarantee="distribution-exact")
-def specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1), verify: Verifier | None = None) -> Speculative:
+def specinfer(draft: Any, branching: tuple[Count, ...] = (3, 2, 1), verify: Verifier | None = None) -> Speculative:
     """Merges the draft trees of one or several draft models, and verifies them by multi-round rejection sampling.
 
     Several small draft models together propose more of the target's likely tokens than each alone.

@@ -27,7 +27,7 @@ from decodax.algorithms.speculative.drafts.self.knn_ssd import Anchors, KNNSkip
 from decodax.algorithms.speculative.drafts.self.layer_skip import LayerSkip
 from decodax.algorithms.speculative.drafts.self.self_draft import layered
 from decodax.algorithms.speculative.verifier import SeedExact
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, Share, Whole
 from decodax.common.registry import ALGORITHMS
 
 KAPPA = 2.576
@@ -91,8 +91,8 @@ def fit_skipped_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int
 @ALGORITHMS.register("self-speculative",
                      "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
                      "Zhang et al. 2023", family="speculative-self", needs="samples", guarantee="seed-exact")
-def self_speculative(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attention: tuple[int, ...] = (),
-                     skip_mlp: tuple[int, ...] = (), trials: Count = 100, length: Count = 8, gamma: Share = 0.8,
+def self_speculative(lm: Any, samples: Any = None, skip: tuple[Whole, ...] = (), skip_attention: tuple[Whole, ...] = (),
+                     skip_mlp: tuple[Whole, ...] = (), trials: Count = 100, length: Count = 8, gamma: Share = 0.8,
                      alpha: Share = 0.9, epsilon: Share = 0.01, beta1: Share = 0.5,
                      beta2: Share = 0.9) -> Speculative:
     """Drafts with the target without layers that a search has found dispensable, until a draft is uncertain.

@@ -17,11 +17,12 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.tree import Proposal
+from decodax.common.options import TokenId
 from decodax.core.state import State
 from decodax.core.types import Params
 from decodax.core.window import take
 
-Corpus = tuple[tuple[int, ...], ...]
+Corpus = tuple[tuple[TokenId, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,8 @@ class FromText(Drafter):
     def __post_init__(self) -> None:
         for i, document in enumerate(self.corpus):
             if not document or min(document) < 0:
-                raise ValueError(f"corpus: document {i} has {len(document)} tokens, the least is "
-                                 f"{min(document, default=None)}; takes one token or more, ids from 0 up")
+                raise ValueError(f"corpus: got document {i} of {len(document)} tokens, the least is "
+                                 f"{min(document, default=None)}, takes one token or more, ids from 0 up")
 
     @property
     def weights(self) -> Any:

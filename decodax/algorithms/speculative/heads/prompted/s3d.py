@@ -28,7 +28,7 @@ from decodax.models.drafters.prompt_tokens import LookAheadHead, middle
 
 @ALGORITHMS.register("s3d", "S3D: A Simple and Cost-Effective Self-Speculative Decoding Scheme for Low-Memory GPUs",
                      "Zhong & Bharadwaj 2024", family="speculative-self", needs="a model", guarantee="seed-exact")
-def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None, skip: tuple[int, ...] | None = None,
+def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None, skip: tuple[Whole, ...] | None = None,
         shape: Shape | None = None, verify: Verifier | None = None) -> Speculative:
     """Drafts with the target itself without its middle layers, several tokens in one pass at mask tokens.
 
