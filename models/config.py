@@ -4,10 +4,12 @@ weights."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from decodax.common.arguments import check_counts
 from decodax.common.struct import short
+from decodax.core.loaded import Loaded
+from decodax.core.types import LayeredModel
 from decodax.models.blocks.options import Layer
 from decodax.models.residual.options import LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
@@ -169,6 +171,8 @@ class DecoderConfig:
                             or self.value_heads is not None):
             raise ValueError("latent: takes all layers with attention, and no soft cap, qk_norm, value_norm or "
                              "value_heads")
+        if _chosen_before(self.layers[0]):
+            raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
             for name in ("head_dim", "mlp"):
                 if (getattr(layer, name) or 1) < 1:
@@ -283,8 +287,34 @@ class DecoderConfig:
 
     @property
     def shared(self) -> bool:
-        """True if some layers use the keys and values, or the attention weights, of other layers."""
-        return any(layer.reads is not None or layer.echoes is not None for layer in self.layers)
+        """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
+        return any(layer.reads is not None or layer.echoes is not None or _chosen_before(layer)
+                   for layer in self.layers)
+
+
+def _chosen_before(layer: Layer) -> bool:
+    """Returns True for a layer that takes the choice of tokens of an earlier one."""
+    return layer.latent is not None and layer.latent.indexer is not None and layer.latent.indexer.shared
+
+
+def decoder_of(lm: Loaded, method: str) -> DecoderConfig:
+    """Returns the configuration of a decoder-only transformer. `method` is named in the error.
+
+    Raises:
+        ValueError: the loaded model `lm` has another network, or is a masked diffusion model.
+    """
+    model = lm.model
+    if lm.diffusion is None and isinstance(model, LayeredModel) and isinstance(model.config, DecoderConfig):
+        return model.config
+    fills = " that fills masks" if lm.diffusion else ""
+    raise ValueError(f"model: got a {type(model).__name__}{fills}; {method} takes a Transformer that reads from left "
+                     "to right")
+
+
+def with_config(lm: Loaded, config: DecoderConfig, params: Any) -> Any:
+    """Returns the loaded model with another configuration of its network, and its weights for it."""
+    own: Any = lm
+    return dataclasses.replace(own, model=dataclasses.replace(own.model, config=config), params=params)
 
 
 def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:

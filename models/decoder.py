@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.core.types import CanvasNodes, PartialForward, Transfer
+from decodax.core.types import CanvasNodes, PartialForward
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer, Keep
 from decodax.models.config import DecoderConfig
+from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.echoes import Echoes, Near
 from decodax.models.images import Images
 from decodax.models.layers import Linear, Norm, optional, weight
@@ -77,7 +78,7 @@ class Decoder(nnx.Module):
         echoes = None
         if self.c.shared or self.streams is not None:
             if keep is not None or begun is not None or transfer is not None:
-                why = ("some read the keys and values of others" if self.c.shared else
+                why = ("some read the keys and values of others, or their choice of tokens" if self.c.shared else
                        "they have several residual streams")
                 raise ValueError(f"layers: {why}, so none can be left out for all nodes or some")
             if self.c.echoed:

@@ -19,11 +19,13 @@ such a bias, and with drafts, trees and beams.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.models.config import DecoderConfig, in_chunks
+from decodax.core.loaded import Loaded
+from decodax.models.config import DecoderConfig, decoder_of, in_chunks, with_config
 from decodax.models.rope import Chunks, Rope
 from decodax.pallas_kernels.window_attention import Added, FixedBias
 
@@ -90,3 +92,21 @@ def dual_chunk(config: DecoderConfig, size: int | None = None, local: int | None
     if all(layer.rope is None for layer in config.layers):
         raise ValueError("config: takes at least one layer with a rotary embedding, got none")
     return dataclasses.replace(config, layers=in_chunks(config.layers, chunks))
+
+
+def with_dual_chunk(lm: Loaded, size: int | None = None, local: int | None = None) -> Any:
+    """Returns a loaded model with dual chunk attention (An et al., 2024), for texts longer than the trained length.
+
+    The weights do not change, nor does the output for texts within one chunk.
+
+    Args:
+        lm: the result of `decodax.load`.
+        size: number of tokens in a chunk; by default three quarters of the trained length.
+        local: number of preceding tokens, across a chunk border, that keep their true distance; by default one eighth
+            of the trained length.
+
+    Raises:
+        ValueError: the model is no `Transformer` with rotary positions, diffuses, or has a sliding window or a cap on
+            its scores.
+    """
+    return with_config(lm, dual_chunk(decoder_of(lm, "dual chunk attention"), size, local), lm.params)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.models.config import DecoderConfig
 
 
@@ -67,13 +68,14 @@ class Echoes:
         layer whose attention weights others use are followed by the values of those layers.
 
         Raises:
-            ValueError: the cache's entries are not pairs of keys and values.
+            ValueError: the cache's entries are not keys and values alone.
         """
         made = list(entries)
         for layer, values in self.values.items():
             entry = made[self.place[layer]]
-            if not isinstance(entry, tuple) or len(entry) != 2:
+            if type(entry) is not KVEntry:
                 raise ValueError("cache: some layers repeat the attention of others, which takes a cache whose entries "
                                  "are keys and values only")
-            made[self.place[layer]] = entry[0], jnp.concatenate([*values, jnp.zeros_like(values[0][..., :1])], -1)
+            made[self.place[layer]] = KVEntry(entry.keys, jnp.concatenate([*values, jnp.zeros_like(values[0][..., :1])],
+                                                                          -1))
         return made

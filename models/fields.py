@@ -39,6 +39,11 @@ def _list(kind: Kind, what: str) -> Kind:
     return Kind(f"a list of {what}", lambda x: isinstance(x, list) and all(kind.fits(y) for y in x))
 
 
+def _one_or_list(kind: Kind) -> Kind:
+    return Kind(f"{kind.takes}, or a list of them", lambda x: kind.fits(x) or (
+        isinstance(x, list) and x != [] and all(kind.fits(y) for y in x)))
+
+
 TEXT = Kind("a name", lambda x: isinstance(x, str) and x != "")
 FLAG = Kind("true or false", lambda x: isinstance(x, bool))
 OBJECT = Kind("an object", lambda x: isinstance(x, Mapping))
@@ -76,7 +81,8 @@ _KEYS: dict[Kind, str] = {
           "linear_allow_neg_eigval moe_router_enable_expert_bias norm_head norm_softmax use_rmsnorm "
           "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
-          "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding",
+          "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
+          "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config per_layer_config linear_attn_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -117,10 +123,14 @@ _KEYS: dict[Kind, str] = {
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
            "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
+           "moe_layer_num_skipped index_topk_freq index_skip_topk_offset "
            "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
+    _one_or_list(HEADS): "moe_topk",
+    _one_or_list(INDEX): "num_shared_expert",
+    _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
     _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type",
@@ -128,15 +138,20 @@ _KEYS: dict[Kind, str] = {
         "mamba_d_head mamba_dt_rank",
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
     _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
+    _list(Kind("", lambda x: x in ("full", "shared")), "'full' and 'shared'"): "indexer_types",
+    Kind("a text of F and S, or a list of 'full' and 'shared'", lambda x: isinstance(x, (str, list)) and (
+        len(x) > 0 and all(y in (("F", "S") if isinstance(x, str) else ("full", "shared")) for y in x))):
+        "index_topk_pattern",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
     _list(_number("", lambda x: 0 <= x < 1), "numbers from 0 and below 1"): "activation_sparsity_pattern",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
 
-OWN = {("gemma3n_text", "intermediate_size"): Kind(
-    f"{ENTRIES.takes}, or a list of them", lambda x: ENTRIES.fits(x) or (
-        isinstance(x, list) and x != [] and all(ENTRIES.fits(y) for y in x)))}
+OWN = {("gemma3n_text", "intermediate_size"): _one_or_list(ENTRIES),
+       ("hunyuan_v1_moe", "moe_intermediate_size"): _one_or_list(ENTRIES),
+       **{("hunyuan_v1_moe", key): Kind("false", lambda x: x is False)
+          for key in ("n_group", "topk_group", "routed_scaling_factor")}}
 """Kind of entries that differ in a family, by `model_type` and key."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import Array
 
 from decodax.common.struct import Struct, struct
 from decodax.core.memory import power
+from decodax.core.types import Model
 from decodax.core.window import take
 from decodax.models.encoder_decoder.log_mel import log_mel
 
@@ -103,6 +105,16 @@ def _in_language(tokenizer: Any, row: Sequence[int], language: str) -> list[int]
     return ids
 
 
+class ReadsAudio(Model):
+    """A model with an encoder that may read audio."""
+
+    @property
+    @abc.abstractmethod
+    def frames(self) -> tuple[int, int] | None:
+        """The number of features of a frame of audio, and the number of frames that the encoder reads at once; None if
+        it reads text."""
+
+
 @struct
 class EncoderAudio(Struct):
     """Inputs of an `EncoderDecoder` that reads audio: the features of each row, such as log-mel spectrograms.
@@ -125,12 +137,11 @@ class EncoderAudio(Struct):
         Raises:
             ValueError: an audio is not one-dimensional, or the model reads none.
         """
-        c = getattr(lm.model, "config", None)
-        if getattr(c, "features", None) is None:
+        frames = lm.model.frames if isinstance(lm.model, ReadsAudio) else None
+        if frames is None:
             raise ValueError(f"lm: got {lm.name!r}, which reads no audio")
         rows = [audio] if np.ndim(audio[0]) == 0 else list(audio)
-        features: Any = np.stack([log_mel(row, c.features, 2 * c.encoder.positions.count)       # type: ignore[union-attr]
-                                  for row in rows])
+        features: Any = np.stack([log_mel(row, *frames) for row in rows])
         return cls(features=features)
 
 

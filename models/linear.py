@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from decodax.cache import LinearRule
+from decodax.core.loaded import Loaded
 from decodax.models.blocks.options import Layer
-from decodax.models.config import DecoderConfig
+from decodax.models.config import DecoderConfig, decoder_of, with_config
 
 Weights = dict[str, Any]
 
@@ -134,6 +135,26 @@ def linear_weights(config: DecoderConfig, weights: Weights) -> Weights:
             attn["taps"] = jnp.zeros((config.heads, rule.taps), dtype)
         layers[str(i)] = {**layers[str(i)], "attn": attn}
     return {**weights, "layers": layers}
+
+
+def with_linear_attention(lm: Loaded, layers: Sequence[int] | None = None, group: int = 64, kernel: int = 63) -> Any:
+    """Returns a loaded model with the linear attention of Linearized-LLM (You et al., 2024) in some layers, for further
+    training.
+
+    The new network has the weights of the old one; the factors and convolutions of the linear attention are 0.
+
+    Args:
+        lm: the result of `decodax.load`.
+        layers: indices of the layers; None: all.
+        group: number of tokens in a group.
+        kernel: number of tokens in a convolution; see `linearized`.
+
+    Raises:
+        ValueError: the model is not a `Transformer`, is a masked diffusion model, or has something that `linearized`
+            does not support.
+    """
+    config = linearized(decoder_of(lm, "linear attention"), layers, group, kernel)
+    return with_config(lm, config, linear_weights(config, lm.params))
 
 
 def _chosen(config: DecoderConfig, layers: Sequence[int] | None) -> set[int]:

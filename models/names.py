@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from decodax.models.config import DecoderConfig
+from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
-from decodax.models.recurrent.names import NAMES
+from decodax.models.recurrent.names import NAMES, SHARED_HALVES
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights
@@ -29,6 +30,7 @@ LLAMA = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "at
          "mlp.shared.down": "mlp.shared_experts.down_proj", "mlp.act": "mlp.act_fn"}
 SANDWICH = {**LLAMA, "attn_out": "post_attention_layernorm", "mlp_in": "pre_feedforward_layernorm",
             "mlp_out": "post_feedforward_layernorm"}
+HUNYUAN = {**LLAMA, "attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
 EXPERTS = {f"mlp.{part}": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
 QKV, GATE_UP = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
 
@@ -95,16 +97,7 @@ NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp
 MIXTRAL = Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"}, experts={
     f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}" for part, i in (("gate", 1), ("up", 3), ("down", 2))})
 
-MLA = Names({**LLAMA, **{f"attn.{ours}": f"self_attn.{theirs}" for ours, theirs in (
-    ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"), ("kv_a", "kv_a_proj_with_mqa"),
-    ("kv_a_norm", "kv_a_layernorm"), ("k_b", "kv_b_proj"), ("v_b", "kv_b_proj"), ("indexer.q", "indexer.wq_b"),
-    ("indexer.k", "indexer.wk"), ("indexer.k_norm", "indexer.k_norm"), ("indexer.weigh", "indexer.weights_proj"))}},
-            fused=(("attn.k_b", "attn.v_b"),), grouped=True)
-
 FAMILY_NAMES = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "youtu"), MLA),
-    "mistral4": dataclasses.replace(MLA, fused=(*MLA.fused, GATE_UP), experts={
-        **dict.fromkeys(GATE_UP, "mlp.experts.gate_up_proj"), "mlp.down": "mlp.experts.down_proj"}),
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
                    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, stem="transformer.", layers="h", embed="wte",
                   norm="ln_f", positions="wpe", fused=(QKV,), transposed=False),
@@ -125,6 +118,11 @@ FAMILY_NAMES = {
     "granitemoe": Names({**LLAMA, "mlp.router": "block_sparse_moe.router.layer"}, fused=(GATE_UP,),
                         experts={**dict.fromkeys(GATE_UP, "block_sparse_moe.input_linear.weight"),
                                  "mlp.down": "block_sparse_moe.output_linear.weight"}),
+    "granitemoe_swa": Names(
+        {**LLAMA, "mlp.router": "block_sparse_moe.router", **dict.fromkeys(SHARED_HALVES, "shared_mlp.input_linear"),
+         "mlp.shared.down": "shared_mlp.output_linear"}, fused=(GATE_UP, SHARED_HALVES),
+        experts={**dict.fromkeys(GATE_UP, "block_sparse_moe.experts.gate_up_proj"),
+                 "mlp.down": "block_sparse_moe.experts.down_proj"}),
     "qwen2_moe": Names({**LLAMA, **{f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj"
                                     for part in ("gate", "up", "down")}, "mlp.shared_gate": "mlp.shared_expert_gate"}),
     "qwen3_vl_moe_text": Names(LLAMA, fused=(GATE_UP,), experts_transposed=False,
@@ -173,8 +171,9 @@ FAMILY_NAMES = {
                    ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"),
                    ("input_bias", "input_gate_bias"), ("decay_gate", "recurrent_gate_weight"),
                    ("decay_bias", "recurrent_gate_bias"))}}),
-    "hunyuan_v1_dense": Names({**LLAMA, "attn.q_norm": "self_attn.query_layernorm",
-                               "attn.k_norm": "self_attn.key_layernorm"}),
+    "hunyuan_v1_dense": Names(HUNYUAN),
+    "hunyuan_v1_moe": Names({**HUNYUAN, "mlp.router": "mlp.gate.wg", **{
+        f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")}}),
     "glm": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")}, fused=(GATE_UP,)),
     "glm4": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj"), "attn_out": "post_self_attn_layernorm",
                    "mlp_out": "post_mlp_layernorm"}, fused=(GATE_UP,)),
@@ -183,7 +182,7 @@ FAMILY_NAMES = {
                  norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
-    **{family: Names(**fields) for family, fields in (NAMES | GEMMA).items()},
+    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA).items()},
 }
 """Names by `model_type`; other families have Llama's names."""
 
@@ -191,13 +190,15 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
-                    r"|embed_vision|vision_embedder|audio_tower|embed_audio)\.")
-"""Tensors of the parts of multimodal models that read images or sound."""
+                    r"|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|\.lora_[AB]\.(vision|speech)\.")
+"""Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
+Phi-4-multimodal has for prompts with these."""
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
-                      "_forward_module"})
-"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning add to the saved state of a model
-that they wrap."""
+                      "_forward_module", "base_layer"})
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints, Lightning and peft add to the saved state of a
+model that they wrap."""
 
 
 def unwrapped(tensor: str) -> str:

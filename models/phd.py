@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.wrapper import Wrapper
 from decodax.common.arguments import check_counts
-from decodax.common.struct import static, struct
+from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, Feature, PyTree
 from decodax.core.capabilities import Draftable
-from decodax.core.types import CacheKind, Out, ShowsWeights
+from decodax.core.types import CacheKind, Out, RandomWeights, ShowsWeights
 from decodax.core.window import Window
 from decodax.models.config import DecoderConfig
 from decodax.models.transformer import Transformer, Weights
@@ -98,7 +99,7 @@ class Copies:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phd(ShowsWeights):
+class Phd(ShowsWeights, RandomWeights):
     """A transformer that processes each token several times.
 
     Attributes:
@@ -232,7 +233,20 @@ class _ReadsCopies:
         if not self.local:
             return out, entry
         hidden = lambda x: x[:, W:].reshape(len(x), self.local - 1, W, *x.shape[2:]).swapaxes(1, 2)
-        return out, (*entry, hidden(k), hidden(v))
+        return out, CopiesEntry(entry, KVEntry(hidden(k), hidden(v)))
+
+
+@struct
+class CopiesEntry(Struct):
+    """The entry of a window whose hidden decoding tokens are stored, too.
+
+    Attributes:
+        first: entry of the first copies.
+        hidden: keys and values `f[B, W, K - 1, G, d]` of the other copies.
+    """
+
+    first: Any
+    hidden: KVEntry
 
 
 @struct
@@ -268,12 +282,12 @@ class Local(Wrapper):
         return self.base.attend(layer, q, k, v, view, **options)
 
     def commit(self, entries: Entries, slots: Array) -> Local:
-        base = self.base.commit([entry[:-2] for entry in entries], slots)
+        base = self.base.commit([entry.first for entry in entries], slots)
         R = self.positions.shape[1]
         newest = jnp.maximum(self.base.length, slots.max(1) + 1)[:, None]
         to = jnp.where((slots >= 0) & (slots >= newest - R), slots % R, R)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
-        hidden = tuple(put(held, jnp.concatenate(entry[-2:], -1), to)
+        hidden = tuple(put(held, entry.hidden.both, to)
                        for held, entry in zip(self.hidden, entries, strict=True))
         return self.replace(base=base, hidden=hidden, positions=put(self.positions, slots, to))
 
@@ -288,14 +302,14 @@ class LocalScratch(Scratch):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
         assert self.sees is not None
-        *_, keys, values = self.entries[layer]
+        held = self.entries[layer]
         flat = lambda x: x.reshape(len(x), -1, *x.shape[3:])
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
                              key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached)
         view = _behind(self.base.copies, q, view, self.positions, self.sees)
-        k = jnp.concatenate([flat(keys), self.entries[layer][0], k], 1)
-        v = jnp.concatenate([flat(values), self.entries[layer][1], v], 1)
+        k = jnp.concatenate([flat(held.hidden.keys), held.first.keys, k], 1)
+        v = jnp.concatenate([flat(held.hidden.values), held.first.values, v], 1)
         return self.base.attend(layer, q, k, v, view, **options)
 
 

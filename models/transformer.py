@@ -17,19 +17,20 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
+from decodax.cache import Dense, KVEntry, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import MODEL
 from decodax.common.struct import short
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
-from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward, Transfer
+from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward, RandomWeights
 from decodax.core.window import Window
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import Keep
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Decoder
+from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.images import Images, check_cache, images_of, no_images, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.kv_shapes import kv_layers
@@ -46,7 +47,7 @@ Weights = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(LayeredModel):
+class Transformer(LayeredModel, RandomWeights):
     """A decoder-only transformer. It is compared by value and static under jit.
 
     Attributes:
@@ -68,8 +69,7 @@ class Transformer(LayeredModel):
     def max_positions(self) -> int | None:
         """Number of positions beyond which the model would silently be wrong, or None.
 
-        It is the number of rows of the learned position embedding, or the length for which a length-dependent rope is
-        set.
+        The number of rows of the learned position embedding, or the length for which a length-dependent rope is set.
         """
         bounds = [self.config.learned_positions] if self.config.learned_positions else []
         for layer in self.config.layers:
@@ -208,7 +208,7 @@ class Transformer(LayeredModel):
 
     def _apart(self) -> None:
         c = self.config
-        why = ("some read the keys and values of others, or repeat their attention" if c.shared else
+        why = ("some read the keys and values or the choice of others, or repeat their attention" if c.shared else
                "they have several residual streams" if c.streams is not None else
                "some have linear attention or a recurrent block" if c.stateful else None)
         if why is not None:
@@ -283,7 +283,7 @@ class Transformer(LayeredModel):
             if walk is not None:
                 return walk.over_text(), ()
             if linear is None:
-                return near(q, k, v, **options), (k, v)
+                return near(q, k, v, **options), KVEntry(k, v)
             out, encoded = over_text(linear, q, k, v, mask, where, prefix)
             if linear.rule.prefix:
                 sums.append(encoded)

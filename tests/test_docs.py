@@ -21,7 +21,6 @@ from decodax.core.algorithm import name_of
 from decodax.engine.request import Request
 from scripts import real_models
 from tests.extending.pages import DOCS, blocks_of, run_file
-from tests.matrix import often
 
 ROOT = DOCS.parent
 README = ROOT / "README.md"
@@ -92,7 +91,7 @@ def test_the_example_with_a_published_model_runs(elsewhere, tmp_path, capsys):
 
 
 @pytest.mark.wide(but=QUICK)
-@pytest.mark.parametrize("name", often(USAGE, PAGES))
+@pytest.mark.parametrize("name", PAGES)
 def test_the_examples_of_a_page_run(name, elsewhere, capsys):
     names = run_file(PAGES[name])
     if name in CHECKS:

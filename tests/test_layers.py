@@ -108,3 +108,46 @@ def test_no_two_classes_of_the_library_have_one_name():
                 places[node.name].append(file.relative_to(ROOT).as_posix())
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert not twice, twice
+
+
+FOREIGN = {
+    "detach", "dtype", "ndim", "shape", "tolist", "weak_type", "committed", "__array__", "__len__",     # arrays
+    "__annotations__", "__globals__", "__mro__", "__name__", "__self__", "__wrapped__",     # functions and classes
+    "compute_capability",       # JAX's devices
+    "ctx", "jinja_pass_arg",    # Jinja's nodes and filters
+    "model_json_schema",        # pydantic's classes
+    "to_dict",                  # configs of transformers
+    "mallopt", "stderr",        # the C library, and errors of subprocess
+}
+"""Attributes that are probed on objects of other libraries and of Python."""
+
+PLACES = {
+    ("decodax/__init__.py", None),                                          # names of the package's own modules
+    ("decodax/algorithms/speculative/drafts/self/self_speculative.py", "key"),      # paths of JAX's pytrees
+    ("decodax/algorithms/speculative/drafts/self/self_speculative.py", "name"),
+    ("decodax/cache/key_values.py", "name"),
+    ("decodax/cache/recurrent.py", "key"),
+    ("decodax/train/loop.py", "key"),
+    ("decodax/train/masked_diffusion.py", "key"),
+}
+"""Files and the attributes that they probe on one kind of foreign object; None: names that are computed."""
+
+
+def probes() -> set[tuple[str, str | None]]:
+    """The calls `hasattr(x, name)` and `getattr(x, name, default)`, as pairs of a file and a name."""
+    found = set()
+    for file in sources("decodax", "models", "pallas_kernels"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and (
+                    node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)):
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+                found.add((file.relative_to(ROOT).as_posix(), name))
+    return found
+
+
+def test_capabilities_are_declared_and_not_probed():
+    """An object of the library says by its base class or a declared field what it can do."""
+    found = {(file, name) for file, name in probes() if name not in FOREIGN}
+    assert not found - PLACES, "declare these in a base class"
+    assert not PLACES - found, "these are probed no longer"
+    assert not FOREIGN - {name for _, name in probes()}, "these are probed no longer"

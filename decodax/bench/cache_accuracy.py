@@ -32,7 +32,10 @@ from decodax.caches import make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.quick_prefill import QuickPrefillCache
+from decodax.caches.quantize.minicache import MiniCacheCache
+from decodax.caches.quantize.qaq import QAQCache
 from decodax.caches.quantize.quantized import QuantizedCache
+from decodax.caches.quantize.zipcache import ZipCacheCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
 from decodax.common.registry import ALGORITHMS, CACHES
 from decodax.engine.batch import Job
@@ -266,8 +269,9 @@ def held(cache: Any) -> float:
         parts: list[Any] = [(cache.codes, cache.slots, cache.held - cache.whole),
                             (cache.rest, cache.rest[0].shape[2], cache.whole)]
     elif isinstance(cache, Tail):
-        codes = [getattr(cache, name) for name in ("grades", "pools", "prompt", "pairs") if hasattr(cache, name)]
-        room = sum(x.keys.shape[2] for x in cache.grades[0]) if hasattr(cache, "grades") else cache.size
+        codes: Any = (cache.grades if isinstance(cache, ZipCacheCache) else cache.pools if isinstance(cache, QAQCache)
+                      else (cache.prompt, cache.pairs) if isinstance(cache, MiniCacheCache) else ())
+        room = sum(x.keys.shape[2] for x in cache.grades[0]) if isinstance(cache, ZipCacheCache) else cache.size
         parts = [(codes, room, cache.start), (cache.kv, cache.kv[0].shape[2], cache.length - cache.start)]
     elif isinstance(cache, ShadowKVCache):
         parts = [(cache.shadows, cache.size, cache.began),

@@ -109,7 +109,7 @@ class HarnessLM(TemplateLM):
             raise ValueError(f"pretrained: {self.lm.name} has no tokenizer, which is needed to encode texts")
         self.tokenizer = self.lm.tokenizer
         self.batch_size = _count("batch_size", 16 if batch_size in (None, "auto") else batch_size)
-        self.max_length = _count("max_length", max_length or getattr(self.lm.model, "trained_positions", None)
+        self.max_length = _count("max_length", max_length or self.lm.model.trained_positions
                                  or self.lm.model.max_positions or POSITIONS)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
         self.algorithm, self.cache, self.seed, self.progress = algorithm, cache, seed, progress

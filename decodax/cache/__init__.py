@@ -1,6 +1,7 @@
 """Kinds of caches: dense, paged, recurrent, hybrid, and with a prefix that rows share."""
 
 from decodax.cache.dense import Dense, dense
+from decodax.cache.entry import AskedEntry, KVEntry, own_entry
 from decodax.cache.hybrid import PerLayer
 from decodax.cache.key_values import KeyValues, KVLayer, cache_of, empty_kv
 from decodax.cache.latest import Latest
@@ -11,26 +12,6 @@ from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
 from decodax.cache.wrapper import Wrapper
 
-__all__ = [
-           "AttentionView",
-           "ConvInputs",
-           "Dense",
-           "Factors",
-           "KVLayer",
-           "KeyValues",
-           "Latest",
-           "LinearRecurrent",
-           "LinearRule",
-           "LinearStates",
-           "LinearTerms",
-           "PerLayer",
-           "Recurrent",
-           "Scratch",
-           "Slotted",
-           "Wrapper",
-           "cache_of",
-           "dense",
-           "empty_kv",
-           "empty_slots",
-           "linear_states",
-]
+__all__ = ["AskedEntry", "AttentionView", "ConvInputs", "Dense", "Factors", "KVEntry", "KVLayer", "KeyValues",
+           "Latest", "LinearRecurrent", "LinearRule", "LinearStates", "LinearTerms", "PerLayer", "Recurrent", "Scratch",
+           "Slotted", "Wrapper", "cache_of", "dense", "empty_kv", "empty_slots", "linear_states", "own_entry"]

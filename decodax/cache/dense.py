@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
 from decodax.core.cache import ALL, Entries, Feature, PyTree
@@ -58,8 +59,7 @@ class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
     def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:
             return self
-        kv = tuple(write(held, jnp.concatenate(entry, -1), slots)
-                   for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, slots)
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def select(self, rows: Array) -> Dense:
@@ -114,6 +114,12 @@ def write(cache: Array, new: Array, slots: Array) -> Array:
     (`i32[B, W]`) of row `b`. A slot out of range, such as -1, drops the entry."""
     rows, heads = P(DATA), P(DATA, MODEL)
     return shardwise(_write, (heads, P(DATA, None, MODEL), rows), heads, cache, new, slots)
+
+
+def write_entries(kv: Sequence[Array], entries: Entries, slots: Array) -> tuple[Array, ...]:
+    """Returns the keys and values `kv` of all layers with those of each layer's entry, a `KVEntry`, written; see
+    `write`."""
+    return tuple(write(held, entry.both, slots) for held, entry in zip(kv, entries, strict=True))
 
 
 def _write(cache: Array, new: Array, slots: Array) -> Array:

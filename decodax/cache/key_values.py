@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.entry import own_entry
 from decodax.cache.scratch import Scratch
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
@@ -235,20 +236,12 @@ def refuse_latents(name: str, layers: Sequence[tuple[Any, ...]]) -> None:
                          "latent attention, whose cache holds one latent for all heads")
 
 
-def refuse_prefill(name: str, window: Any) -> None:
-    """Raises ValueError if a window is part of a prefill. For the cache `name`, which is made from a whole prompt; only
-    a draft model, whose prompt is prefilled into its cache directly, gets there."""
-    if window.is_prefill:
+def refuse_prefill(name: str, is_prefill: bool) -> None:
+    """Raises ValueError if `is_prefill` is True, for the cache `name`, which is made from a whole prompt: a draft
+    model's prompt would be read into it window by window."""
+    if is_prefill:
         raise ValueError(f"cache: {name} needs the whole prompt at once, which a draft model does not get; takes "
                          "another cache for the draft model")
-
-
-def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Returns the keys and values of the window's own nodes, `f[B, W, G, d]` and `f[B, W, G, e]`: the last `W` of the
-    `K` keys and values that `Cache.attend` gets. `q` (`f[B, W, H, d]`) gives `W`. The keys before belong to nodes of
-    earlier windows."""
-    earlier = k.shape[1] - q.shape[1]
-    return k[:, earlier:], v[:, earlier:]
 
 
 def empty_kv(layers: Sequence[tuple[Any, ...]], rows: int, slots: int,

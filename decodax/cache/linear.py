@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.key_values import own_entry
+from decodax.cache.entry import own_entry
 from decodax.cache.scratch import Scratch
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Entries, Feature, PyTree, Sized
@@ -339,7 +339,7 @@ class LinearStates(Sized, DraftBase):
     def commit(self, entries: Entries, slots: Array) -> LinearStates:
         if not self.size:
             return self
-        states = tuple(_committed(rule, state, self.length, entry[0], entry[1], slots)
+        states = tuple(_committed(rule, state, self.length, entry.keys, entry.values, slots)
                        for rule, state, entry in zip(self.rules, self.states, entries, strict=True))
         return self.replace(states=states, length=jnp.maximum(self.length, slots.max(1) + 1))
 

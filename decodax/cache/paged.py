@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
 from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
@@ -93,7 +94,7 @@ class PagedCache(KeyValues, AttendsAlone):
         page = jnp.take_along_axis(new.table, jnp.maximum(place, 0), 1)
         page = jnp.where((slots >= 0) & (page >= 0), page, self.pages)  # beyond the pool: dropped
         put = lambda pool, x: pool.at[page, :, slots % self.page].set(x.astype(pool.dtype), mode="drop")
-        kv = tuple(put(pool, jnp.concatenate(entry, -1)) for pool, entry in zip(self.kv, entries, strict=True))
+        kv = tuple(put(pool, entry.both) for pool, entry in zip(self.kv, entries, strict=True))
         return new.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def select(self, rows: Array) -> PagedCache:

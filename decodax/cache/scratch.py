@@ -95,7 +95,8 @@ class Scratch(Draftable):
                              key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached,
                              tokens=window.tokens, before=self.entries[layer])
         if options.get("walk") is None:         # a recurrence has no keys and values; it starts from states in `before`
-            k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
+            held = self.entries[layer]
+            k, v = jnp.concatenate([held.keys, k], 1), jnp.concatenate([held.values, v], 1)
         return self.base.attend(layer, q, k, v, view, **options)
 
     def append(self, entries: Entries, positions: Array, at: Array) -> Scratch:

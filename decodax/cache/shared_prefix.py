@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.dense import Dense, dense, dense_like
-from decodax.cache.key_values import FittedConfig, KVLayer, Score, empty_kv, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import FittedConfig, KVLayer, Score, empty_kv
 from decodax.cache.tail import Tail
 from decodax.cache.wrapper import Wrapper
 from decodax.common.registry import CACHES

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
 from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention
@@ -75,7 +76,7 @@ class Slotted(KeyValues):
         to = jnp.broadcast_to(to, (held.shape[0], held.shape[1], to.shape[2]))
         to = jnp.where((to >= 0) & (positions >= 0)[:, None], to, held.shape[2])
         put = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop")))
-        both, wide = jnp.concatenate(entry[:2], -1).swapaxes(1, 2), jnp.broadcast_to(positions[:, None], to.shape)
+        both, wide = entry.both.swapaxes(1, 2), jnp.broadcast_to(positions[:, None], to.shape)
         return put(kv, both, to), put(held, wide, to)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.dense import write
+from decodax.cache.dense import write_entries
 from decodax.cache.key_values import KVConfig, KVLayer
 from decodax.cache.scratch import Scratch
 from decodax.common.struct import static, struct
@@ -70,8 +70,7 @@ class Tail(Sized, DraftBase):
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots - self.start[:, None], -1)
-        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), to)
-                   for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, to)
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:

@@ -15,14 +15,27 @@ from jax import Array
 
 from decodax.cache.dense import dense
 from decodax.cache.wrapper import Combined
-from decodax.common.struct import static, struct
+from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
 from decodax.core.capabilities import Draftable, draft_view, tree_buffer
 
 
 @struct
+class ViewedEntry(Struct):
+    """The entry of a layer in both caches.
+
+    Attributes:
+        base: entry of the full cache.
+        small: entry of the cache that drafts attend to.
+    """
+
+    base: PyTree
+    small: PyTree
+
+
+@struct
 class Viewed(Combined):
-    """A full cache and a smaller one with the same text. An entry is a pair of an entry of each.
+    """A full cache and a smaller one with the same text. Entries are `ViewedEntry`.
 
     Attributes:
         base: the full cache, which verification attends to. It is a `Viewed` itself if drafts use caches of several
@@ -43,14 +56,14 @@ class Viewed(Combined):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         _, other = self.small.attend(layer, q, k, v, window, **options)     # the output is not used: not computed
-        return out, (entry, other)
+        return out, ViewedEntry(entry, other)
 
     def commit(self, entries: Entries, slots: Array) -> Viewed:
-        base, small = zip(*entries, strict=True)
-        return self.replace(base=self.base.commit(base, slots), small=self.small.commit(small, slots))
+        return self.replace(base=self.base.commit([entry.base for entry in entries], slots),
+                            small=self.small.commit([entry.small for entry in entries], slots))
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return tree_buffer(self.small, [entry for _, entry in entries], room)
+        return tree_buffer(self.small, [entry.small for entry in entries], room)
 
 
 @dataclasses.dataclass(frozen=True)

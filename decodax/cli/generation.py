@@ -9,6 +9,7 @@ import reprlib
 from typing import TYPE_CHECKING, Any
 
 from decodax.cli.common import DRAFT, MODEL, UsageError, naming_the_argument, weight_format
+from decodax.common.table import ARGUMENTS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -18,17 +19,8 @@ if TYPE_CHECKING:
     from decodax.io.load import LM
 
 # name of the GenerationConfig field, its type, what it does
-SAMPLING: list[tuple[str, type, str]] = [
-    ("temperature", float, "divides the logits; 0 is greedy"),
-    ("top_k", int, "keep the K most likely tokens"),
-    ("top_p", float, "keep the smallest set of tokens with this much probability"),
-    ("min_p", float, "keep tokens at least this likely relative to the best one"),
-    ("typical_p", float, "locally typical sampling with this much probability"),
-    ("repetition_penalty", float, "divides positive and multiplies negative logits of tokens already there"),
-    ("presence_penalty", float, "subtracted from the logits of generated tokens"),
-    ("frequency_penalty", float, "the same, times their count"),
-    ("no_repeat_ngram_size", int, "no n-gram of this size comes twice"),
-]
+SAMPLING = [(name, *own.flag) for name, own in ARGUMENTS.items() if own.flag is not None]
+"""Name, type and help text of the sampling options that have flags of their own."""
 
 
 def add_model(p: argparse.ArgumentParser) -> None:

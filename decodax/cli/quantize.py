@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> None:
     from decodax.models.formats import read_format
 
     with naming_the_argument():
-        own: Any = read_format(args.weights)
+        own = read_format(args.weights)
+    assert own is not None      # only None is read as None
     lm = dx.load(args.model, dtype="float32")
     with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())

@@ -83,8 +83,8 @@ class Encoder:
                 decoders of another width, or the last part of a prompt is not a text.
         """
         if not isinstance(lm.model, Transformer) or lm.model.config.width != self.model.out:
-            width = getattr(getattr(lm.model, "config", None), "width", None)
-            raise ValueError(f"lm: got a {type(lm.model).__name__} of width {width}, takes a Transformer of width "
+            width = f" of width {lm.model.config.width}" if isinstance(lm.model, Transformer) else ""
+            raise ValueError(f"lm: got a {type(lm.model).__name__}{width}, takes a Transformer of width "
                              f"{self.model.out} for this encoder")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk: got {chunk}, takes at least 1, or None")

@@ -199,11 +199,13 @@ class CacheConfig(abc.ABC):
         tokens."""
         return self
 
-    def put_on(self, lm: Any) -> Any:
-        """Returns the loaded model `lm` with this cache. A class that computes with a second network returns a model
-        that combines both."""
-        return dataclasses.replace(lm, model=lm.model.with_cache(self.of_model(lm)))
+    def wrap_model(self, lm: Any) -> tuple[Any, PyTree]:
+        """Returns the network of the loaded model `lm` with this cache, and its weights. A class that computes with a
+        second network returns a network that combines both, and the weights of both."""
+        return lm.model.with_cache(self.of_model(lm)), lm.params
 
+    # A member of every config: four policies run the model on (KVzip, LAQ, SpecKV, SpecPC), and those that combine
+    # others have to ask them.
     def beyond(self, longest: int) -> int:
         """Returns the number of extra positions on which the model is run after a prompt of `longest` tokens. Their
         entries are not kept."""

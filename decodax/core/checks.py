@@ -134,6 +134,24 @@ def arrays(who: str, given: Any, of: type, takes: str, forms: dict[str, str], si
     return given
 
 
+def draft_weights(given: Any, owner: Any, of: type = object, what: str | None = None) -> Any:
+    """Returns `given`, the weights of a method (`Params.draft`).
+
+    Args:
+        given: the weights.
+        owner: the part of the method that needs them.
+        of: their class.
+        what: description of the weights for the error; None: the name of the class, or "weights".
+
+    Raises:
+        ValueError: there are none, or they are of another class.
+    """
+    if given is None or not isinstance(given, of):
+        what = what or ("weights" if of is object else of.__name__)
+        raise ValueError(f"params: {type(owner).__name__} needs its {what} in Params.draft")
+    return given
+
+
 def statics(name: str, given: Any) -> None:
     """Checks that the static fields of a struct can be hashed, since they are part of its type under jit.
 

@@ -18,6 +18,7 @@ class Loaded:
         model: the network.
         params: its weights.
         vocab_size: number of token ids.
+        tokenizer: its tokenizer; None for a model of bare token ids.
         name: name or path that was loaded.
         diffusion: how it unmasks tokens; None for an autoregressive model.
         directory: path of its files, or None.
@@ -35,6 +36,9 @@ class Loaded:
 
         @property
         def vocab_size(self) -> int: ...
+
+        @property
+        def tokenizer(self) -> Any: ...
 
         @property
         def name(self) -> str: ...
@@ -63,3 +67,9 @@ def network_of(given: Any, params: PyTree = None) -> tuple[Model, PyTree]:
     if isinstance(given, Model):
         return given, params
     raise ValueError(f"model: got {type(given).__name__}, takes a Model or what decodax.load gave")
+
+
+def network_name(given: Any) -> str:
+    """Returns the class name of the network of a result of `decodax.load`, and of anything else its own class name, for
+    error messages."""
+    return type(given.model if isinstance(given, Loaded) else given).__name__

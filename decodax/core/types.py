@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.common.struct import Struct, static, struct
+from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache, CacheConfig, Entries
 from decodax.core.record import Record
 from decodax.core.window import Window, take
@@ -129,15 +129,55 @@ class ShowsWeights(Model):
     def outputs(self, params: PyTree, layer: int) -> Array:
         """Returns the output projection of a layer's attention, by head: `f32[H, e, D]`. Some eviction policies weight
         values by it."""
-        raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
+        raise _hidden(self, "outputs")
 
     def embeddings(self, params: PyTree, tokens: Array) -> Array:
         """Returns the embeddings of the tokens `i32[B, W]`, on the scale of `Window.embeddings`: `f[B, W, D]`."""
-        raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(self).__name__} does not")
+        raise _hidden(self, "embeddings")
 
     def logits(self, params: PyTree, hidden: Array) -> Array:
         """Returns the logits `f32[..., V]` of hidden states `f[..., D]` after the final norm."""
-        raise ValueError(f"logits: takes a model that gives its output head; {type(self).__name__} does not")
+        raise _hidden(self, "logits")
+
+
+class RandomWeights(Model):
+    """A model that can make random weights, for training from scratch and to count the parameters of packed weights."""
+
+    @abc.abstractmethod
+    def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> PyTree:
+        """Returns random weights in `dtype`."""
+
+
+class LayeredConfig(Protocol):
+    """What the configuration of a `LayeredModel` says of its layers."""
+
+    @property
+    def width(self) -> int:
+        """Model width `D`."""
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """Options of each layer."""
+
+    @property
+    def tied(self) -> bool:
+        """True if the output head is the embedding table."""
+
+    @property
+    def shared(self) -> bool:
+        """True if some layers use the keys and values, or the attention weights, of other layers."""
+
+    @property
+    def summing(self) -> tuple[int, ...]:
+        """Indices of the layers with linear attention, which have a state in place of keys and values."""
 
 
 class LayeredModel(ShowsWeights):
@@ -147,8 +187,8 @@ class LayeredModel(ShowsWeights):
     if TYPE_CHECKING:
 
         @property
-        def config(self) -> Any:
-            """Its shape and options, among them `width`, `heads`, `head_dim` and `layers`."""
+        def config(self) -> LayeredConfig:
+            """Its shape and options."""
 
     @property
     @abc.abstractmethod
@@ -212,36 +252,6 @@ class PartialForward:
 
 
 jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"])
-
-
-@struct
-class Transfer(Struct):
-    """A hint (`Window.hints`): the last nodes of the window have no tokens. After one layer each is set to a linear map
-    of another node's residual stream, and runs through the layers above (hidden transfer, Wu et al., 2024).
-
-    Attributes:
-        maps: `f[K, D, D]`, the maps of the `K` nodes that belong to one source.
-        sources: `i32[B or 1, A]`, the nodes that are mapped. The `K` nodes of the first are followed by those of the
-            second, and so on; these are the last `A K` of the window.
-        layers: static; the layer, counted from 0, after whose output each map is applied.
-    """
-
-    maps: Array
-    sources: Array
-    layers: tuple[int, ...] = static()
-
-    def __call__(self, layer: int, x: Array) -> Array:
-        """Returns the residual stream `f[B, W, D]` after a layer."""
-        made = [i for i, at in enumerate(self.layers) if at == layer]
-        if not made:
-            return x
-        B, W, D = x.shape
-        first = W - self.sources.shape[1] * len(self.layers)
-        source = take(x, jnp.broadcast_to(self.sources, (B, self.sources.shape[1])))
-        nodes = x[:, first:].reshape(B, -1, len(self.layers), D)
-        for i in made:
-            nodes = nodes.at[:, :, i].set(source @ self.maps[i].astype(x.dtype))
-        return jnp.concatenate([x[:, :first], nodes.reshape(B, W - first, D)], 1)
 
 
 @struct
@@ -319,9 +329,7 @@ def outputs(model: Any, params: PyTree, layer: int) -> Array:
     Raises:
         ValueError: the model does not give access to it.
     """
-    if not hasattr(model, "outputs"):
-        raise ValueError(f"cache: takes a model that gives its output projections; {type(model).__name__} does not")
-    return model.outputs(params, layer)
+    return _showing(model, "outputs").outputs(params, layer)
 
 
 def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
@@ -330,9 +338,7 @@ def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
     Raises:
         ValueError: the model does not give access to them.
     """
-    if not isinstance(model, ShowsWeights):
-        raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(model).__name__} does not")
-    return model.embeddings(params, tokens)
+    return _showing(model, "embeddings").embeddings(params, tokens)
 
 
 def logits_of(model: Any, params: PyTree, hidden: Array) -> Array:
@@ -341,9 +347,23 @@ def logits_of(model: Any, params: PyTree, hidden: Array) -> Array:
     Raises:
         ValueError: the model does not give access to its output head.
     """
+    return _showing(model, "logits").logits(params, hidden)
+
+
+SHOWN = {"outputs": ("cache", "its output projections"), "embeddings": ("embeddings", "those of its tokens"),
+         "logits": ("logits", "its output head")}
+"""For each method of `ShowsWeights`, the argument that needs it and what it gives."""
+
+
+def _hidden(model: Any, method: str) -> ValueError:
+    argument, what = SHOWN[method]
+    return ValueError(f"{argument}: takes a model that gives {what}; {type(model).__name__} does not")
+
+
+def _showing(model: Any, method: str) -> ShowsWeights:
     if not isinstance(model, ShowsWeights):
-        raise ValueError(f"logits: takes a model that gives its output head; {type(model).__name__} does not")
-    return model.logits(params, hidden)
+        raise _hidden(model, method)
+    return model
 
 
 def no_inputs(model: Model, inputs: PyTree) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.arguments import shown, whole
+from decodax.common.registry import Configured
 from decodax.common.struct import Struct, short, struct
 from decodax.core import drivers
 from decodax.core.algorithm import Algorithm, name_of
@@ -173,8 +174,9 @@ class BoundMethod:
         return self.params(params)
 
 
-def bind(lm: LM | str | os.PathLike[str], algorithm: Any = None, *, cache: CacheKind | str | Any = None,
-         capacity: int = 2048, max_new_tokens: int | None = None, draft: Any = None, chunk: int = 64) -> BoundMethod:
+def bind(lm: LM | str | os.PathLike[str], algorithm: Algorithm | Configured | str | None = None, *,
+         cache: CacheKind | Configured | str | None = None, capacity: int = 2048, max_new_tokens: int | None = None,
+         draft: LM | str | os.PathLike[str] | None = None, chunk: int = 64) -> BoundMethod:
     """Puts a decoding method and a cache on a model, and returns pure functions: `init`, `step` and `run`.
 
     >>> import decodax as dx

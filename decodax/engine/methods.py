@@ -68,9 +68,8 @@ def with_cache(lm: LM, cache: Any) -> LM:
         raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', a "
                         "function of decodax.caches, or a kind of cache of your own (decodax.core.cache.CacheConfig)")
     hashable("cache", kind)
-    if isinstance(kind, CacheConfig):
-        return kind.put_on(lm)
-    return dataclasses.replace(lm, model=lm.model.with_cache(kind))
+    network, params = kind.wrap_model(lm) if isinstance(kind, CacheConfig) else (lm.model.with_cache(kind), lm.params)
+    return dataclasses.replace(lm, model=network, params=params)
 
 
 def _is_kind(given: Any) -> bool:

@@ -26,7 +26,7 @@ from decodax.engine.request import OutOfTime, Request
 from decodax.engine.result import Result, Statistics
 from decodax.engine.slots import Use, possible
 from decodax.front.live import Live, one_row
-from decodax.front.options import Sampling, SamplingOptions, merged
+from decodax.front.options import Inputs, Sampling, SamplingOptions, StreamOptions, merged
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 
@@ -42,7 +42,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
              sampling: Sampling | None = None, seed: int | Sequence[int] = 0, num_samples: int | None = None,
              stop: str | Sequence[str] | None = None, logprobs: int | None = None,
              context: Prompt | Prefix | Sequence[Prompt | Prefix] | None = None,
-             adapter: str | Sequence[str | None] | None = None, inputs: Any = None, batch_size: int | None = None,
+             adapter: str | Sequence[str | None] | None = None, inputs: Inputs = None, batch_size: int | None = None,
              max_time: float | None = None, progress: bool = False, **options: Unpack[SamplingOptions]) -> Result:
     """Continues prompts.
 
@@ -210,7 +210,7 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
         prefill_seconds=use.prefill_seconds))
 
 
-def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> Stream:
+def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Unpack[StreamOptions]) -> Stream:
     """Continues one prompt and yields its text piece by piece.
 
     Takes the arguments of `generate` except those that need several rows: `search`, `select`, `num_samples`,
@@ -237,7 +237,7 @@ class Stream(Live[str]):
     """An iterator over the pieces of a text; `.result` is the result after the last piece. A context manager with
     `close`."""
 
-    def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any):
+    def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Unpack[StreamOptions]):
         clock = time.monotonic()
         request = one_row("stream", lm, prompt, options)
         if request.lm.tokenizer is None:

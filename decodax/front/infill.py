@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from decodax.engine.request import CHUNK, Request
 from decodax.engine.result import Result
 from decodax.front.generate import run
 from decodax.front.live import Live, one_row
-from decodax.front.options import Sampling, merged
+from decodax.front.options import Sampling, TokenOptions, WatchOptions, merged
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt, collected, read_prompt, spell
 
@@ -34,14 +34,14 @@ Piece = str | int | Sequence[int]
 """A given text, a gap (its number of tokens), or given token ids."""
 
 
-def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *,
+def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece | Sequence[Piece]], *,
            algorithm: Algorithm | Configured | str | None = None,
            draft: LM | str | os.PathLike[str] | None = None, seed: int | Sequence[int] = 0, ends: bool = False,
            logprobs: int | None = None, request_ids: Sequence[int] | None = None,
            guidance_scale: float | Sequence[float] | None = None, skip_special_tokens: bool = True,
            max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None,
            constraint: Constraint | str | Sequence[Constraint | str | None] | None = None,
-           sampling: Sampling | None = None, **options: Any) -> Result:
+           sampling: Sampling | None = None, **options: Unpack[TokenOptions]) -> Result:
     """Fills gaps between pieces of text, which do not change.
 
     >>> dx.infill(lm, ["def add(a, b):", 12, "return c"]).text[0]                 # doctest: +SKIP
@@ -207,7 +207,8 @@ class Frame:
 
 
 def watch(lm: LM | str | os.PathLike[str], prompt: Prompt, *,
-          algorithm: FillsCanvas | Configured | str | None = None, every: int = 1, **options: Any) -> Watch:
+          algorithm: FillsCanvas | Configured | str | None = None, every: int = 1,
+          **options: Unpack[WatchOptions]) -> Watch:
     """Yields the canvas of a text while it is denoised: before the first round and after each `every` rounds (`Frame`).
 
     >>> for frame in dx.watch(lm, "def fib(n):"): print(frame.text())             # doctest: +SKIP
@@ -223,7 +224,8 @@ class Watch(Live[Frame]):
     `close`."""
 
     def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, *,
-                 algorithm: FillsCanvas | Configured | str | None = None, every: int = 1, **options: Any):
+                 algorithm: FillsCanvas | Configured | str | None = None, every: int = 1,
+                 **options: Unpack[WatchOptions]):
         clock, lm = time.monotonic(), model(lm)
         self._every, self._begun = whole("every", every, 1), False
         method = filling(lm, algorithm, options.pop("draft", None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -48,21 +48,22 @@ class Live(Iterator[Piece]):
             self._job.expire()
 
 
-def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Request:
+def one_row(where: str, lm: Any, prompt: Any, given: Mapping[str, Any]) -> Request:
     """Checks the arguments of a function that takes a single prompt, such as `stream`, and returns them as a request.
     `where` is the name of the function, for errors.
 
     Raises:
         TypeError, ValueError: as in `Request.read`, or an argument that needs several rows.
     """
+    options = dict(given)
     options = merged(options.pop("sampling", None), options)
     for name in ("search", "select"):
         if options.pop(name, None) is not None:
             raise TypeError(f"{name}: {where} takes no such argument; it is known which text is taken when all rows "
                             "have ended, so use generate")
     for name, none in (("num_samples", 1), ("batch_size", 1), ("progress", False)):
-        given = options.pop(name, None)
-        plain = scalar(name, given, repr(none))
-        if given is not None and (type(plain) is not type(none) or plain != none):
-            raise ValueError(f"{name}: got {given!r}; for generate only, a {where} is one row")
+        value = options.pop(name, None)
+        plain = scalar(name, value, repr(none))
+        if value is not None and (type(plain) is not type(none) or plain != none):
+            raise ValueError(f"{name}: got {value!r}; for generate only, a {where} is one row")
     return Request.read(lm, prompt, where, **options)

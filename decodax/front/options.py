@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from decodax.common.struct import REPR
+import numpy as np
+from jax import Array
+
+from decodax.caches.prefix.prefix import Prefix
+from decodax.common.registry import Configured
+from decodax.common.struct import REPR, Struct
+from decodax.constraints import Constraint
+from decodax.core.algorithm import Algorithm
+from decodax.core.types import CacheKind
 from decodax.engine.names import check_names
+from decodax.io.load import LM
+from decodax.io.prompts import Prompt
 from decodax.sampling import Transform
 from decodax.sampling.config import generation_settings
 
@@ -17,9 +28,14 @@ Ints = int | Sequence[int | None] | None
 Ids = Sequence[int] | Sequence[Sequence[int]] | None
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Options of the distribution from which tokens are sampled, and of the end of texts; `decodax.sampling.build`
-    describes each of them. A numeric option is one number for all prompts, or a list with one for each."""
+Inputs = Struct | Mapping[str, Any] | Sequence[Any] | Array | np.ndarray | None
+"""Further inputs of a model, a pytree of arrays `[prompts, ...]`, such as a `decodax.models.EncoderText`."""
+
+
+class TokenOptions(TypedDict, total=False):
+    """Options of the distribution from which each token is drawn, and of the tokens that end a text;
+    `decodax.sampling.build` describes each of them. A numeric option is one number for all prompts, or a list with one
+    for each."""
 
     do_sample: bool | None
     temperature: Floats
@@ -71,19 +87,69 @@ class SamplingOptions(TypedDict, total=False):
     forced_eos_token_id: int | Ids
     eos_token_id: int | Ids
     eos: int | Ids
-    max_length: Ints
     min_length: Ints
-    min_new_tokens: Ints
     exponential_decay_length_penalty: Any
     watermarking_config: Any
+    transforms: tuple[Transform, ...]
+
+
+class SamplingOptions(TokenOptions, total=False):
+    """The options of `generate` beside its slots: `TokenOptions`, and those of lengths, of guidance and of texts."""
+
+    max_length: Ints
+    min_new_tokens: Ints
     guidance_scale: Floats
     negative_prompts: Any
-    transforms: tuple[Transform, ...]
     num_return_sequences: int | None
     include_stop: bool
     skip_special_tokens: bool
     request_ids: Sequence[int] | None
     chunk: int
+
+
+class TextOptions(SamplingOptions, total=False):
+    """Arguments of `generate` that every function which continues texts takes."""
+
+    max_new_tokens: int | Sequence[int] | None
+    draft: LM | str | os.PathLike[str] | None
+    cache: CacheKind | Configured | str | None
+    constraint: Constraint | str | Sequence[Constraint | str | None] | None
+    sampling: Sampling | None
+    seed: int | Sequence[int]
+    stop: str | Sequence[str] | None
+    logprobs: int | None
+    context: Prompt | Prefix | Sequence[Prompt | Prefix] | None
+    adapter: str | Sequence[str | None] | None
+
+
+class WatchOptions(TextOptions, total=False):
+    """Arguments of `watch` beside those that it names."""
+
+    inputs: Inputs
+    max_time: float | None
+
+
+class StreamOptions(WatchOptions, total=False):
+    """Arguments of `stream`: those of `generate` for one row."""
+
+    algorithm: Algorithm | Configured | str | None
+
+
+class ServeOptions(TextOptions, total=False):
+    """Arguments of `serve` that apply to each prompt."""
+
+    algorithm: Algorithm | Configured | str | None
+    inputs: Inputs
+    num_samples: int | None
+
+
+class TranscribeOptions(TextOptions, total=False):
+    """Arguments of `generate` that `transcribe` takes."""
+
+    algorithm: Algorithm | Configured | str | None
+    batch_size: int | None
+    max_time: float | None
+    progress: bool
 
 
 class Sampling(Mapping[str, Any]):

@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from decodax.common.arguments import positive, shown, unicode, whole
 from decodax.common.sizes import in_bytes
@@ -21,7 +21,7 @@ from decodax.engine.queue import Refused, Ticket, ahead_of, schedule
 from decodax.engine.request import Request
 from decodax.engine.result import Result, json_ready
 from decodax.engine.slots import Use, possible
-from decodax.front.options import merged
+from decodax.front.options import ServeOptions, merged
 from decodax.io.load import LM
 from decodax.io.prompts import TAKES
 
@@ -66,7 +66,8 @@ class Served:
 
 def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int = 16, ahead: int | None = None,
           memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
-          on_error: str = "return", use: Use | None = None, **options: Any) -> Generator[Served, None, None]:
+          on_error: str = "return", use: Use | None = None,
+          **options: Unpack[ServeOptions]) -> Generator[Served, None, None]:
     """Continues any number of prompts and yields each result as soon as it is finished, not in their order.
 
     The tokens of a prompt are those of `generate` with this prompt alone, the same options and the same request id;
@@ -117,7 +118,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
         raise TypeError(f"use: got {shown(use)}, takes a decodax.engine.slots.Use")
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error: got {shown(on_error)}, takes {' or '.join(map(repr, ON_ERROR))}")
-    lm, options = settled(lm, options, slots)
+    lm, common = settled(lm, options, slots)
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts: got {shown(prompts)}, takes a list or an iterator of prompts")
     places, source = itertools.count(), arrivals(prompts, ahead)
@@ -140,7 +141,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
         prompt, name = own.pop("prompt"), own.pop("id", None)
         try:
             where = index % (1 << 32) if name is None else address(name)
-            return Ticket(read(lm, prompt, where, own, options), (index, name))
+            return Ticket(read(lm, prompt, where, own, common), (index, name))
         except Exception as error:
             return Refused(error, (index, name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from decodax.common.arguments import flag, shown
 from decodax.common.ids import named
 from decodax.engine.methods import model as loaded
 from decodax.front.generate import generate
+from decodax.front.options import TranscribeOptions
 from decodax.io.load import LM
 from decodax.models import EncoderAudio, EncoderDecoder
 from decodax.models.encoder_decoder.log_mel import HOP, checked_audio, log_mel
@@ -68,7 +69,7 @@ class Transcript:
 
 def transcribe(lm: LM | str | os.PathLike[str], audio: Any, *, language: str | Sequence[str] | None = None,
                task: str = "transcribe", timestamps: bool = True, features: Any = None,
-               **options: Any) -> list[Transcript]:
+               **options: Unpack[TranscribeOptions]) -> list[Transcript]:
     """Transcribes or translates speech.
 
     An audio is read in windows of the model's length, 30 seconds for Whisper. With timestamps, a window begins where
@@ -115,8 +116,9 @@ def transcribe(lm: LM | str | os.PathLike[str], audio: Any, *, language: str | S
             len(rows), begin, lm.eos[0], lm.generation_config.get("max_initial_timestamp_index")))}
         budget = {} if options.keys() & {"max_new_tokens", "max_length"} else {
             "max_new_tokens": [(model.max_positions or 448) - len(prompts[i]) for i in rows]}
+        given: dict[str, Any] = {**options, **budget, **rules}
         out = generate(lm, [prompts[i] for i in rows], inputs=EncoderAudio(features=windows),   # type: ignore[arg-type]
-                       **{**options, **budget, **rules})
+                       **given)
         for i, tokens, count in zip(rows, out.tokens, out.lengths, strict=True):
             new = [token for token in tokens[:count].tolist() if token not in lm.eos]
             read = min(ends[i] - seek[i], length)

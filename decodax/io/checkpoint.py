@@ -140,8 +140,9 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         return model, load_weights(files, plan, where, shapes, name, on)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
     leaves = flatten(shapes)
-    with Loader(files, [leaf.shape for leaf in leaves.values()], name) as loader:
-        loaded = [coded[path].load(files, on[path]) if path in coded else
+    arrays = [leaf.shape for path, leaf in leaves.items() if path not in coded]
+    with Loader(files, arrays, name) as loader, TensorReader(files) as reader:
+        loaded = [coded[path].load(reader, on[path]) if path in coded else
                   loader.load(where[path], leaf.shape, stored_dtype(path, name), on[path],
                               packing if path in chosen else None, path == "embed") for path, leaf in leaves.items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)

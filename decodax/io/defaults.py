@@ -6,14 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from decodax.common.table import named
 from decodax.io.files import CheckpointError, read_json
 from decodax.models.encoder_decoder.reading import ENCODER_DECODERS
 from decodax.models.fields import checked
-from decodax.sampling.config import DECODING
 
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
-
-BEAMS = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping")
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def read_defaults(path: Path) -> dict[str, Any]:
         if file.name == "generation_config.json":
             rest = given
         elif given.get("model_type") in ENCODER_DECODERS and not (path / "generation_config.json").is_file():
-            rest = {key: given[key] for key in (*DECODING, *BEAMS) if given.get(key) is not None}
+            rest = {key: given[key] for key in named("policy", "beams", config=True) if given.get(key) is not None}
         else:
             rest = {}
         found |= {key: value for key, value in rest.items() if key not in SPECIAL}

@@ -34,7 +34,7 @@ class HugeBlocks:
 
     def __init__(self, left: int):
         self.left = left
-        self._huge = sys.platform.startswith("linux") and left >= PAGE
+        self._huge = _fills(left)
         self._block, self._at = np.empty(0, np.uint8), 0
         self._ranges: list[range] = []
 
@@ -98,8 +98,19 @@ def moved(params: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without a copy."""
-    return HugeBlocks(math.prod(shape) * np.dtype(dtype).itemsize).empty(shape, dtype)
+    """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without a copy.
+
+    What does not fill a huge page is in small ones: a huge page takes all its memory with the first byte, so an array
+    of 5.5 MB would hold 6 MB.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    own = _block(size, size // PAGE * PAGE) if _fills(size) else _aligned(size)
+    return own[:size].view(dtype).reshape(shape)
+
+
+def _fills(size: int) -> bool:
+    """Returns True if the system has huge pages, and `size` bytes fill one."""
+    return sys.platform.startswith("linux") and size >= PAGE
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -109,12 +120,17 @@ def _aligned(size: int) -> np.ndarray:
     return own[start:start + size]
 
 
-def _block(size: int) -> np.ndarray:
-    """Returns memory for at least `size` bytes, `u8[n]`, aligned to a huge page."""
+def _block(size: int, huge: int | None = None) -> np.ndarray:
+    """Returns memory for at least `size` bytes, `u8[n]`, aligned to a huge page. The first `huge` bytes, a multiple of
+    a page, are in huge pages and the rest is in small ones; None: all are in huge pages."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    own = np.frombuffer(memory, np.uint8)
+    start = -own.ctypes.data % PAGE
+    end = len(own) if huge is None else start + huge
     try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+        if end < len(own):
+            memory.madvise(mmap.MADV_NOHUGEPAGE, end, len(own) - end)
     except OSError:
         pass        # a kernel without huge pages: the copy is as good as the original
-    own = np.frombuffer(memory, np.uint8)
-    return own[-own.ctypes.data % PAGE:]
+    return own[start:]

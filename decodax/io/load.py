@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import decodax.models
 from decodax.common.arguments import outside, shown
 from decodax.common.ids import named
 from decodax.core.loaded import Loaded
-from decodax.core.types import Model
+from decodax.core.types import Model, RandomWeights
 from decodax.io.checkpoint import (
     dtype_name,
     load_diffusion,
@@ -35,7 +35,7 @@ from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.quantised import quantization
 from decodax.io.text import Tokenizer
-from decodax.models import EncoderDecoder, Transformer, adapters, dual_chunk, linear_weights, linearized
+from decodax.models import EncoderDecoder, Transformer, adapters
 from decodax.models.diffusion import Diffusion
 from decodax.models.encoder_decoder.reading import ENCODER_DECODERS
 from decodax.models.families import family_of
@@ -92,8 +92,8 @@ class LM(Loaded):
         for x in leaves:
             size[str(x.dtype)] = size.get(str(x.dtype), 0) + math.prod(x.shape) * x.dtype.itemsize
         kinds = " and ".join(sorted(size, key=lambda name: -size[name])[:3])
-        found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if hasattr(
-            self.model, "init_params") else leaves      # packed weights have fewer numbers than parameters
+        found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if isinstance(
+            self.model, RandomWeights) else leaves      # packed weights have fewer numbers than parameters
         count = sum(math.prod(x.shape) for x in jax.tree.leaves(found))
         trained = self.model.trained_positions
         where = sorted({str(device) for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set})
@@ -156,50 +156,6 @@ class LM(Loaded):
             raise TypeError(f"named: got {shown(named)}, takes a dictionary of adapters by name")
         params = adapters.apply(self.params, adapters.stack([self._read(each) for each in named.values()]))
         return dataclasses.replace(self, params=params, adapters=tuple(named))
-
-    def with_dual_chunk(self, size: int | None = None, local: int | None = None) -> LM:
-        """Returns this model with dual chunk attention (An et al., 2024), for texts longer than the trained length.
-
-        The weights do not change, nor does the output for texts within one chunk.
-
-        Args:
-            size: number of tokens in a chunk; by default three quarters of the trained length.
-            local: number of preceding tokens, across a chunk border, that keep their true distance; by default one
-                eighth of the trained length. See `decodax.models.dual_chunk`.
-
-        Raises:
-            ValueError: the model is no `Transformer` with rotary positions, diffuses, or has a sliding window or a cap
-                on its scores.
-        """
-        if not isinstance(self.model, Transformer) or self.diffusion is not None:
-            fills = " that fills masks" if self.diffusion else ""
-            raise ValueError(f"model: got a {type(self.model).__name__}{fills}; dual chunk attention takes a "
-                             "Transformer that reads from left to right")
-        config = dual_chunk(self.model.config, size, local)
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, config=config))
-
-    def with_linear_attention(self, layers: Sequence[int] | None = None, group: int = 64, kernel: int = 63) -> LM:
-        """Returns this model with the linear attention of Linearized-LLM (You et al., 2024) in some layers, for further
-        training.
-
-        The new network has the weights of this one; the factors and convolutions of the linear attention are 0.
-
-        Args:
-            layers: indices of the layers; None: all.
-            group: number of tokens in a group.
-            kernel: number of tokens in a convolution. See `decodax.models.linearized`.
-
-        Raises:
-            ValueError: the model is not a `Transformer`, is a masked diffusion model, or has something that
-                `linearized` does not support.
-        """
-        if not isinstance(self.model, Transformer) or self.diffusion is not None:
-            fills = " that fills masks" if self.diffusion else ""
-            raise ValueError(f"model: got a {type(self.model).__name__}{fills}; linear attention takes a Transformer "
-                             "that reads from left to right")
-        config = linearized(self.model.config, layers, group, kernel)
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, config=config),
-                                   params=linear_weights(config, self.params))
 
     def _read(self, adapter: Any) -> Any:
         if not isinstance(self.model, Transformer):

@@ -1,12 +1,14 @@
 """Reads the experts of a checkpoint in MXFP4 as they are stored, as packed kernels (`decodax.models.formats.mxfp4`).
 
 In place of a tensor of all experts, `NAME`, such a file has `NAME_blocks`, `u8[E, outputs, G, 16]`, and `NAME_scales`,
-`u8[E, outputs, G]`. Each device's part is read expert by expert, and the weights are never widened.
+`u8[E, outputs, G]`. Some outputs are read at a time and written to the place where they stay, and the weights are never
+widened.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from decodax.io import huge_pages
 from decodax.io.files import CheckpointError, Files
 from decodax.io.packed import shardings
+from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats.mxfp4 import GROUP, Mxfp4Blocks
 from decodax.models.names import WeightSource
 from decodax.models.packed import Packed
+
+CHUNK = 1 << 20
+"""Number of bytes read at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,31 +59,40 @@ class Mxfp4Source:
                 raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {found.get_dtype()} of shape "
                                       f"{tuple(found.get_shape())}, the configuration requires U8 of shape {shape}")
 
-    def load(self, files: Files, place: Sharding) -> Packed:
+    def load(self, file: TensorReader, place: Sharding) -> Packed:
         """Reads the kernel. `place` is the sharding of the array that it replaces, `f[E, K, N]`."""
         experts, count, inputs = self.shape
         groups, half = inputs // GROUP, GROUP // 2
         empty: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.uint8)
         shapes = Mxfp4Blocks(codes=empty(experts, count, half, groups), scales=empty(experts, count, groups))
         places = shardings(shapes, False, place)
-        blocks, scales = map(files.slice, self.tensors)
-        start, step = self.outputs.start, self.outputs.step
 
-        def read(tensor: Any, shape: tuple[int, ...], index: tuple[slice, ...] | None) -> np.ndarray:
-            """Returns a part of an array of the kernel, with the axes of the tensor."""
-            bounds = [slice(*own.indices(size)[:2]) for own, size in zip(index or (), shape, strict=True)]
-            e, n, g = bounds[0], bounds[1], bounds[-1]
-            # Outputs that alternate with those of another kernel are taken from all of them.
-            rows = slice(start + n.start * step, start + (n.stop - 1) * step + 1)
-            return np.concatenate([tensor[expert:expert + 1, rows, g][:, ::step] for expert in range(e.start, e.stop)])
+        @functools.cache        # devices with the same part share one read
+        def part(tensor: str, wide: int, e: range, n: range, g: range) -> np.ndarray:
+            """Returns the groups `g`, of `wide` bytes each, of the outputs `n` of the experts `e`: `u8[e, n, wide, g]`.
+            """
+            found = huge_pages.empty((len(e), len(n), wide, len(g)), np.uint8)
+            size, first, step = self.full[2] * wide, self.outputs.start, self.outputs.step
+            rows = max(CHUNK // (size * step), 1)
+            for expert in e:
+                for i in range(0, len(n), rows):
+                    own = n[i:i + rows]
+                    start = (expert * self.full[1] + first + own.start * step) * size
+                    # Outputs that alternate with those of another kernel are taken from all of them.
+                    raw = file.flat(tensor, start, start + ((len(own) - 1) * step + 1) * size)
+                    taken = raw.reshape(-1, self.full[2], wide)[::step, g.start:g.stop]
+                    found[expert - e.start, i:i + len(own)] = np.swapaxes(taken, 1, 2)
+            return found
 
-        def codes(index: tuple[slice, ...] | None) -> np.ndarray:
-            return np.ascontiguousarray(np.swapaxes(read(blocks, shapes.codes.shape, index), -1, -2))
+        def bounds(index: tuple[slice, ...] | None) -> list[range]:
+            return [range(*own.indices(size)) for own, size in zip(index or (), (experts, count, groups), strict=True)]
 
+        blocks, scales = self.tensors
         return Mxfp4Blocks(
-            codes=jax.make_array_from_callback(shapes.codes.shape, places.codes, codes),
-            scales=jax.make_array_from_callback(shapes.scales.shape, places.scales,
-                                                lambda index: read(scales, shapes.scales.shape, index)))
+            codes=jax.make_array_from_callback(shapes.codes.shape, places.codes, lambda index: part(
+                blocks, half, *bounds(None if index is None else (*index[:2], index[3])))),
+            scales=jax.make_array_from_callback(shapes.scales.shape, places.scales, lambda index: part(
+                scales, 1, *bounds(index))[:, :, 0]))
 
 
 def packs_mxfp4(config: Mapping[str, Any]) -> bool:

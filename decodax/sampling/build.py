@@ -18,16 +18,12 @@ from decodax.common.arguments import (
     unknown_argument,
     whole,
 )
+from decodax.common.table import ARGUMENTS
 from decodax.sampling.base import Temperature, Transform
 from decodax.sampling.distribution import Policy
 from decodax.sampling.parts import Arguments, against_ngrams, bans, biases, ends, own, penalties, samplers, watermark
 
-COMPANIONS = {
-    "dry_base": "dry_multiplier", "dry_allowed_length": "dry_multiplier", "dry_penalty_last_n": "dry_multiplier",
-    "dry_sequence_breakers": "dry_multiplier", "xtc_threshold": "xtc_probability", "mirostat_eta": "mirostat_tau",
-    "dynatemp_exponent": "dynatemp_range", "bregman_alpha": "bregman_lambda", "bregman_dual": "bregman_lambda",
-    "fsd_beta": "fsd_alpha", "fsd_k": "fsd_alpha", "fsd_n": "fsd_alpha", "fsd_stop_words": "fsd_alpha",
-    "fsd_stop_weight": "fsd_alpha"}
+COMPANIONS = {name: own.needs for name, own in ARGUMENTS.items() if own.needs is not None}
 """Arguments that have no effect without another argument, and the name of that argument."""
 
 

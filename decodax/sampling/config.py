@@ -14,25 +14,20 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from decodax.common.arguments import outside, shown
-from decodax.common.ids import named
+from decodax.common.ids import named as ids_of
+from decodax.common.table import ARGUMENTS, named
 from decodax.sampling.build import build
 from decodax.sampling.distribution import Policy
 from decodax.sampling.neutral import NEUTRAL, is_neutral, is_zero
 from decodax.sampling.parts import SAMPLING
 
-DECODING = frozenset({
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
-    "forced_eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
-    "exponential_decay_length_penalty", "watermarking_config", "nmst_epsilon", "eos_token_id"})
+DECODING = frozenset(named("policy", config=True))
 """Keys that `build` takes under the same name."""
 
-IDS = frozenset({"eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
-                 "begin_suppress_tokens"})
+IDS = frozenset(name for name in DECODING if ARGUMENTS[name].ids)
 """Keys whose values are token ids; a negative number in a file means none."""
 
-DRIVER = frozenset({"stop_strings", "num_return_sequences", "max_time"})
+DRIVER = frozenset(named("front", config=True))
 """Keys that `generate` uses as `stop`, `num_samples` and `max_time`, unless the call sets them. It also uses
 `max_length`, `max_new_tokens` and `guidance_scale`."""
 
@@ -55,8 +50,7 @@ IGNORED = DRIVER | frozenset({
     "renormalize_logits", "length_penalty", "early_stopping"})
 """Keys without effect on the distribution."""
 
-UNEXPRESSED = ("num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "dola_layers", "constraints",
-               "force_words_ids", "guidance_scale", "remove_invalid_values", "token_healing")
+UNEXPRESSED = tuple(name for name in named("beams", "method", "transformers", config=True) if name not in IGNORED)
 """Decoding keys that a policy cannot express. A neutral value (`neutral.NEUTRAL`) passed as an argument overrides the
 file's value."""
 
@@ -115,7 +109,7 @@ def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str,
     unknown: list[str] = []
     for name, value in config.items():
         if name in DECODING:
-            if (value := named(value) if name in IDS else value) is not None:
+            if (value := ids_of(value) if name in IDS else value) is not None:
                 settings[name] = value
         elif name in UNEXPRESSED:
             if not is_neutral(name, value):

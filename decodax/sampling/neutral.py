@@ -11,24 +11,9 @@ from typing import Any
 
 import numpy as np
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # truncations and other samplers
-    "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,),
-    "top_h": (), "top_n_sigma": (0,), "xtc_probability": (0,), "mirostat_tau": (), "dynatemp_range": (0,),
-    "bregman_lambda": (0,),
-    # penalties and lengths
-    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "dry_multiplier": (0,), "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "fsd_alpha": (0,),
-    "nmst_epsilon": (0,), "min_length": (0,), "min_new_tokens": (0,),
-    # searches
-    "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "patience": (1,), "length_penalty": (1,),
-    "early_stopping": (False,), "renormalize_logits": (False,), "penalty_alpha": (0,), "dola_layers": (),
-    "arithmetic_sampling": (False,),
-    # number of texts, and how they are run
-    "num_samples": (1,), "num_return_sequences": (1,), "guidance_scale": (1,), "negative_prompts": (),
-    "batch_size": (), "progress": (False,), "request_ids": (),
-    # only in transformers
-    "constraints": (), "force_words_ids": (), "remove_invalid_values": (False,), "token_healing": (False,)}
+from decodax.common.table import ARGUMENTS
+
+NEUTRAL = {name: own.neutral for name, own in ARGUMENTS.items() if own.neutral is not None}
 """Neutral values by argument, besides None. For arguments not listed, None and empty lists are neutral."""
 
 

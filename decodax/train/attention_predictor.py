@@ -30,7 +30,8 @@ def attention_maps(model: Model, block: int, params: Any, tokens: Array) -> tupl
     weight in each block of `block` keys, `f32[L, H, T, n]`."""
     window = causal(tokens[None], jnp.zeros(1, jnp.int32))
     T, found = len(tokens), []
-    for q, k in model.apply(params, window, Scored()).entries:
+    for entry in model.apply(params, window, Scored()).entries:
+        q, k = entry.queries, entry.keys
         q = q[0].astype(jnp.float32).reshape(T, k.shape[2], -1, q.shape[-1])
         scores = jnp.einsum("qgrd,kgd->grqk", q, k[0].astype(jnp.float32)).reshape(-1, T, T)
         found.append(jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf), axis=-1))

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from decodax.caches.prefill.listening import Listening
-from decodax.core.loaded import Loaded
+from decodax.core.loaded import Loaded, network_name
 from decodax.core.window import causal
 from decodax.models import Transformer, echo_att
 from decodax.train.attention_predictor import attention_maps
@@ -118,7 +118,7 @@ def fit_echo_att(lm: Any, texts: Sequence[Sequence[int]], groups: Sequence[Seque
 
 def _checked(lm: Any) -> Transformer:
     if not isinstance(lm, Loaded) or not isinstance(lm.model, Transformer) or lm.diffusion is not None:
-        raise ValueError(f"lm: got a {type(getattr(lm, 'model', lm)).__name__}; takes what decodax.load gave of a "
+        raise ValueError(f"lm: got a {network_name(lm)}; takes what decodax.load gave of a "
                          "Transformer that reads from left to right")
     config = lm.model.config
     if config.shared or config.attention_softcap is not None or any(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.core.loaded import Loaded
+from decodax.core.loaded import Loaded, network_name
 from decodax.models import DecoderConfig, Rope, Transformer
 from decodax.train.samples import observed
 
@@ -81,7 +81,7 @@ def mean_kv_heads(lm: Any, kv_heads: int) -> Any:
 def _checked(lm: Any, kv_heads: int) -> DecoderConfig:
     if not isinstance(lm, Loaded) or not isinstance(lm.model, Transformer) or lm.diffusion is not None:
         fills = " that fills masks" if isinstance(lm, Loaded) and lm.diffusion is not None else ""
-        raise ValueError(f"lm: got a {type(getattr(lm, 'model', lm)).__name__}{fills}; takes what decodax.load gave of "
+        raise ValueError(f"lm: got a {network_name(lm)}{fills}; takes what decodax.load gave of "
                          "a Transformer that reads from left to right")
     config = lm.model.config
     if config.stateful:

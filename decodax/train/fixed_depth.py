@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from decodax.core.loaded import Loaded, network_name
 from decodax.models import Transformer
 
 
@@ -21,9 +22,9 @@ def sub_model(lm: Any, layers: int) -> Any:
     Raises:
         ValueError: another model, or a number of layers that it does not have.
     """
-    network = getattr(lm, "model", None)
+    network = lm.model if isinstance(lm, Loaded) else None
     if not isinstance(network, Transformer) or lm.diffusion is not None:
-        raise ValueError(f"lm: got a {type(network or lm).__name__}; takes what decodax.load gave of a Transformer "
+        raise ValueError(f"lm: got a {network_name(lm)}; takes what decodax.load gave of a Transformer "
                          "that reads from left to right")
     config = network.config
     if config.layer_inputs is not None or config.streams is not None or config.conditioned:

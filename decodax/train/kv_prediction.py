@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.kv_prediction import KVMaps, both_layers, placed
 from decodax.caches.prefill.listening import Listening, Passing
@@ -41,12 +42,13 @@ class InPlace(Passing):
         kv: rotated keys `f[B, W, G, d]` and values `f[B, W, G, e]` for each layer.
     """
 
-    kv: tuple[tuple[Array, Array], ...]
+    kv: tuple[KVEntry, ...]
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None, sinks: Array | None = None
               ) -> tuple[Array, PyTree]:
-        keys, values = (given.astype(own.dtype) for given, own in zip(self.kv[layer], (k, v), strict=True))
+        given = self.kv[layer]
+        keys, values = given.keys.astype(k.dtype), given.values.astype(v.dtype)
         return window_attention(q, keys, values, window.visible(), window.positions, scale=scale, sliding=sliding,
                                 softcap=softcap, bias=bias, sinks=sinks), ()
 
@@ -190,9 +192,9 @@ def losses(model: Model, auxiliary: Model, of: tuple[KVLayer, ...], to: tuple[KV
     made = maps.predicted(of, to, read.entries, window.positions)
     wanted = model.apply(own, window, Listening()).entries
     error = jnp.float32(0)
-    for shape, (k, v), guess in zip(to, wanted, made, strict=True):
-        for x, y in zip((turned(shape, k.astype(jnp.float32), -window.positions), v.astype(jnp.float32)), guess,
-                        strict=True):
+    for shape, own, guess in zip(to, wanted, made, strict=True):
+        for x, y in ((turned(shape, own.keys.astype(jnp.float32), -window.positions), guess.keys),
+                     (own.values.astype(jnp.float32), guess.values)):
             error += jnp.where(live, jnp.abs(x - y).mean((2, 3)), 0).sum() / length
     out = model.apply(own, window, InPlace(kv=tuple(placed(to, made, window.positions))))
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.entry import AskedEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.constant import Constant
 from decodax.caches.prefill.listening import Listening
@@ -31,12 +32,12 @@ from decodax.train.k_means import k_means
 
 @struct
 class HearingQueries(Listening):
-    """A cache that stores nothing and records: with attention among the tokens of the call alone, its entries are the
-    keys `f[B, W, G, d]` and the queries `f[B, W, H, d]` of each layer."""
+    """A cache that stores nothing and records: with attention among the tokens of the call alone, its entries are
+    keys, values and queries that are not scaled (`AskedEntry`)."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        out, _ = super().heard(layer, q, k, v, window, **options)
-        return out, (k, q)
+        out, entry = super().heard(layer, q, k, v, window, **options)
+        return out, AskedEntry.of(entry, q)
 
 
 def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
@@ -106,5 +107,5 @@ def _hear(model: Model, shapes: tuple[KVLayer, ...], distance: int, params: Any,
     window = causal(tokens, jnp.zeros(1, jnp.int32), live)
     entries, at = model.apply(params, window, HearingQueries()).entries, window.positions
     back = lambda shape, x: turned(shape, x.astype(jnp.float32), -at)
-    return [(back(shape, k)[0], rotated(shape, back(shape, q), jnp.full_like(at, distance))[0])
-            for shape, (k, q) in zip(shapes, entries, strict=True)]
+    return [(back(shape, entry.keys)[0], rotated(shape, back(shape, entry.queries), jnp.full_like(at, distance))[0])
+            for shape, entry in zip(shapes, entries, strict=True)]

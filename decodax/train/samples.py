@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.listening import Listening
 from decodax.caches.rotation import before_rotation
@@ -82,7 +83,7 @@ def _listen(model: Model, shapes: tuple[KVLayer, ...], gradients: bool, params: 
 
     none: Any = ()
     if gradients:
-        none = tuple((jnp.zeros((1, n, s.heads, s.width)), jnp.zeros((1, n, s.heads, s.both - s.width)))
+        none = tuple(KVEntry(jnp.zeros((1, n, s.heads, s.width)), jnp.zeros((1, n, s.heads, s.both - s.width)))
                      for s in shapes)
         slopes, entries = jax.grad(loss, has_aux=True)(none)
     else:
@@ -91,7 +92,8 @@ def _listen(model: Model, shapes: tuple[KVLayer, ...], gradients: bool, params: 
     back = lambda shape, x: before_rotation(shape, x[0].astype(jnp.float32).swapaxes(0, 1), jnp.int32(0)).swapaxes(0, 1)
     # gradients turn as keys do, since a rotation is orthogonal
     made: list[tuple[Array, ...]] = []
-    for shape, (k, v), (dk, dv) in zip(shapes, entries, slopes, strict=True):
+    for shape, own, slope in zip(shapes, entries, slopes, strict=True):
         weigh = jnp.square if gradients else jnp.ones_like
-        made.append((back(shape, k), v[0].astype(jnp.float32), weigh(back(shape, dk)), weigh(dv[0])))
+        made.append((back(shape, own.keys), own.values[0].astype(jnp.float32), weigh(back(shape, slope.keys)),
+                     weigh(slope.values[0])))
     return made

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.entry import AskedEntry
 from decodax.caches.prefill.listening import Passing
 from decodax.caches.shapes import layers_of
 from decodax.caches.sparse.token_butler import Butler, layered
@@ -30,14 +31,14 @@ from decodax.train.fitting import shuffled, train
 
 @struct
 class Scored(Passing):
-    """A cache that stores nothing and records: with attention among the tokens of the call alone, its entries are the
-    queries times the scale of the scores, `f[B, W, H, d]`, and the keys `f[B, W, G, d]` of each layer."""
+    """A cache that stores nothing and records: with attention among the tokens of the call alone, its entries are
+    keys, values and queries times the scale of the scores (`AskedEntry`)."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None, sinks: Array | None = None
               ) -> tuple[Array, PyTree]:
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
-                                softcap=softcap, bias=bias, sinks=sinks), (q * scale, k)
+                                softcap=softcap, bias=bias, sinks=sinks), AskedEntry(k, v, q * scale)
 
 
 def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, seed: int = 0) -> Butler:
@@ -94,7 +95,7 @@ def estimated(model: LayeredModel, params: Any, butler: Butler, tokens: Array) -
         scores = jnp.einsum("bqgrd,bkgd->bgrqk", q.reshape(B, T, G, H // G, d), k, preferred_element_type=jnp.float32)
         return scores.reshape(B, H, T, T)
 
-    return found, jnp.stack([logits(*entry) for entry in entries[1:]])
+    return found, jnp.stack([logits(entry.queries, entry.keys) for entry in entries[1:]])
 
 
 def fit_token_butler(lm: Any, texts: Sequence[Sequence[int]], steps: int = 1000, batch: int = 1, rate: float = 1e-3,

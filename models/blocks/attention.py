@@ -43,7 +43,8 @@ class Attention(nnx.Module):
         self.v = into(values, "kv_heads") if own and not layer.keys_as_values else None
         self.o = Linear(rngs, (c.heads * wide, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
-        self.gate = into(c.heads * wide, "heads") if layer.output_gate else None
+        self.gate = None if layer.output_gate is None else into(c.heads * wide, "heads") if (
+            layer.output_gate == "channels") else Linear(rngs, (c.width, c.heads), ("embed", "heads"), False)
         self.q_norm = head_norm(c, c.heads, width, "heads") if attends and layer.qk_norm else None
         self.k_norm = head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
         self.v_norm = Norm(c.value_norm, (wide,), (None,)) if own and c.value_norm is not None else None
@@ -112,8 +113,11 @@ class Attention(nnx.Module):
             # Each query head takes its own value head out of the wide head.
             out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)
             out = jnp.einsum("bwgrmre->bwgrme", out)
-        out = out.reshape(*x.shape[:2], -1)
-        return self.o(out if self.gate is None else out * jax.nn.sigmoid(self.gate(x))), entry
+        if self.gate is not None:
+            # One number for each channel, or for all channels of a head.
+            gate = jax.nn.sigmoid(self.gate(x)).reshape(*x.shape[:2], c.heads, -1)
+            out = out.reshape(*gate.shape[:3], -1) * gate
+        return self.o(out.reshape(*x.shape[:2], -1)), entry
 
     def _linear(self, index: int, x: Array, q: Array, k: Any, v: Any, tables: dict[Any, Any],
                 attend: Attend) -> tuple[Array, Any]:

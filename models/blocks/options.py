@@ -62,7 +62,8 @@ class Layer:
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
             the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
-        output_gate: True multiplies the attention's output by the sigmoid of a projection of the layer's input.
+        output_gate: multiplies the attention's output by the sigmoid of a projection of the layer's input, with one
+            number for each of its "channels", or for each of its "heads" and without a bias; None: no gate.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
             cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
@@ -87,7 +88,7 @@ class Layer:
     mlp: int | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
-    output_gate: bool = False
+    output_gate: Literal["channels", "heads"] | None = None
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
@@ -139,7 +140,7 @@ class BlockHead(ModuleHead):
         every layer computes keys and values."""
         return self.network(weights).enter(features)
 
-    def context(self, weights: Weights, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
+    def context(self, weights: Weights, state: Array, positions: Array) -> tuple[KVEntry, ...]:
         """Returns for each layer the keys and values, `f[B, W, G, e]` each, of context features `state`, `f[B, W, d]`
         (results of `enter`), at positions `i32[B, W]`. The slots of a block attend to them."""
         return self.network(weights).context(state, positions)
@@ -230,7 +231,7 @@ class BlockNetwork(nnx.Module):
         self.embed = weight(rngs, (h.tokens, c.width), ("vocab", "embed")) if h.own_table else None
         self.mask = weight(rngs, (c.width,), ("embed",)) if h.mask is None else None
         self.correction: Any = None if h.correction is None else h.correction.module(h.sizes, rngs)
-        table = getattr(self.correction, "table", None)
+        table = None if self.correction is None else self.correction.table
         if h.confidence == "token" and table is None:
             raise ValueError("confidence: got 'token', takes a head with a Markov correction")
         wide = c.width + (table.shape[1] if table is not None and h.confidence == "token" else 0)
@@ -255,11 +256,11 @@ class BlockNetwork(nnx.Module):
         """Projects the target's features `f[B, W, F]` to context features `f[B, W, d]`, with a norm."""
         return self.tap_norm(self.taps(features))
 
-    def context(self, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
+    def context(self, state: Array, positions: Array) -> tuple[KVEntry, ...]:
         """Returns for each layer the keys and values, `f[B, W, G, e]` each, of context features `f[B, W, d]` at
         positions `i32[B, W]`."""
         tables = rope_tables(self.h.config, positions)
-        return tuple(cast(Attention, layer.attn).keys_values(state, tables) for layer in self._layers())
+        return tuple(KVEntry(*cast(Attention, layer.attn).keys_values(state, tables)) for layer in self._layers())
 
     def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, tuple[Any, ...]]:
         """Returns the hidden states `f[B, W, d]` of slots after the final norm, and the layers' entries."""

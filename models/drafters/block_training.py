@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.common.struct import Struct, struct
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.corrections import walk
@@ -57,7 +58,7 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
     text = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1).reshape(B, -1), 1).reshape(B, A, S)
     given = jnp.where(jnp.arange(S) == 0, text, head.mask or 0)
     flat = lambda x: x.reshape(B, A * S, *x.shape[3:])
-    attend = lambda i, q, k, v, **options: (_attention(head, q, (k, v), context[i], at, here, **options), ())
+    attend = lambda i, q, k, v, **options: (_attention(head, q, KVEntry(k, v), context[i], at, here, **options), ())
     embedded = network.embedded(embed, flat(given)).astype(features.dtype)
     hidden = network(embedded, flat(at), attend)[0].reshape(B * A, S, -1)
     base = head.logits(weights, hidden[:, first:], 0, vocabulary)
@@ -74,13 +75,13 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
                   positions=at[..., 1:] if first else at + 1)
 
 
-def _attention(head: BlockHead, q: Array, own: tuple[Array, Array], context: tuple[Array, Array], at: Array,
-               here: Array, *, scale: float, sliding: int | None = None, softcap: float | None = None) -> Array:
+def _attention(head: BlockHead, q: Array, own: KVEntry, context: KVEntry, at: Array, here: Array, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None) -> Array:
     """Returns the attention of slots `q`, `f[B, A * S, H, d]`, to the context before their anchors and to their
     blocks."""
-    (B, A, S), (H, d), G = at.shape, q.shape[2:], own[0].shape[2]
+    (B, A, S), (H, d), G = at.shape, q.shape[2:], own.keys.shape[2]
     q = q.reshape(B, A, S, G, H // G, d)
-    k, v = (x.reshape(B, A, S, G, -1) for x in own)
+    k, v = (x.reshape(B, A, S, G, -1) for x in (own.keys, own.values))
     anchor, slots = at[:, :, :1, None], jnp.arange(S)
     far = here < anchor                                                                        # [B, A, 1, T]
     if sliding is not None:
@@ -90,7 +91,7 @@ def _attention(head: BlockHead, q: Array, own: tuple[Array, Array], context: tup
     near = slots <= slots[:, None] if causal else jnp.ones((S, S), bool)
     if sliding is not None and head.window_from == "slot":
         near = near & (slots > slots[:, None] - sliding)
-    scores = jnp.concatenate([jnp.einsum("basgrd,btgd->basgrt", q, context[0]),
+    scores = jnp.concatenate([jnp.einsum("basgrd,btgd->basgrt", q, context.keys),
                               jnp.einsum("basgrd,baugd->basgru", q, k)], -1).astype(jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -98,7 +99,7 @@ def _attention(head: BlockHead, q: Array, own: tuple[Array, Array], context: tup
     seen = jnp.concatenate([far, jnp.broadcast_to(near, (B, A, S, S))], -1)[:, :, :, None, None]
     p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1).astype(v.dtype)
     T = here.shape[0]
-    out = (jnp.einsum("basgrt,btgd->basgrd", p[..., :T], context[1])
+    out = (jnp.einsum("basgrt,btgd->basgrd", p[..., :T], context.values)
            + jnp.einsum("basgru,baugd->basgrd", p[..., T:], v))
     return out.reshape(B, A * S, H, -1)
 

@@ -61,7 +61,14 @@ class Correction(abc.ABC):
 
 
 class CorrectionNetwork(nnx.Module):
-    """The network of a `Correction`: changes the logits of the slots of a drafted block, slot after slot."""
+    """The network of a `Correction`: changes the logits of the slots of a drafted block, slot after slot.
+
+    Attributes:
+        table: `f[V, r]`, a learned vector for each token, from which a head may predict its confidence; None: the
+            correction has none.
+    """
+
+    table: Any = None
 
     def prepare(self, hidden: Array) -> Array:
         """Returns the values `f[B, S, e]` that the correction reads of the hidden states `f[B, S, d]` of a block."""

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 
 from decodax.cache import KVLayer, Latest, cache_of, dense
+from decodax.cache.entry import KVEntry
 from decodax.core.cache import Cache
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
@@ -109,12 +110,12 @@ class CrossKVHead(ModuleHead):
     def enter(self, weights: Weights, features: Array) -> Array:
         return features
 
-    def known(self, weights: Weights, entries: Mapping[int, tuple[Array, Array]],
+    def known(self, weights: Weights, entries: Mapping[int, KVEntry],
               positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values `f[B, W, G, d]` to which drafts attend by cross-attention, for tokens at
         positions `i32[B, W]`. Here they are those of the target's layer `layer`; `entries` has those of its layers by
         index."""
-        return entries[self.layer]
+        return entries[self.layer].keys, entries[self.layer].values
 
     def keys_values(self, weights: Weights, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values `f[B, W, G, d]` of the self-attention for tokens with the embeddings `f[B, W, D]`

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
@@ -119,11 +120,11 @@ class FalconHead(ModuleHead):
         carry, found = jax.lax.scan(one, carry, (pairs, counts))
         return found.swapaxes(0, 1), carry
 
-    def context(self, weights: Weights, state: Array, positions: Array) -> tuple[tuple[Array, Array], ...]:
-        """Returns the keys and values, `f[B, W, G, e]` each, of the decoder layer, as a tuple with one pair, from
+    def context(self, weights: Weights, state: Array, positions: Array) -> tuple[KVEntry]:
+        """Returns the keys and values, `f[B, W, G, e]` each, of the decoder layer, as a tuple of one entry, from
         outputs `state`, `f[B, W, D]`, of the LSTM at positions `i32[B, W]`."""
         layer = self.network(weights).layers["0"]
-        return (layer.attn.keys_values(state, rope_tables(self.config, positions)),)
+        return (KVEntry(*layer.attn.keys_values(state, rope_tables(self.config, positions))),)
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
              attend: Attend | None) -> HeadStep:

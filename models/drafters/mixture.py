@@ -17,6 +17,7 @@ from flax import nnx
 from jax import Array
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
@@ -65,7 +66,7 @@ class MixtureHead(CrossKVHead):
     def module(self, rngs: nnx.Rngs) -> MixtureNetwork:     # type: ignore[override]
         return MixtureNetwork(self, rngs)
 
-    def known(self, weights: Weights, entries: Mapping[int, tuple[Array, Array]],
+    def known(self, weights: Weights, entries: Mapping[int, KVEntry],
               positions: Array) -> tuple[Array, Array]:
         return self.network(weights).known([entries[i] for i in range(self.layer + 1)], positions)
 
@@ -81,12 +82,12 @@ class MixtureNetwork(nnx.Module):
         self.layers = nnx.Dict({str(i): DecoderLayer(c, c.layers[0], rngs) for i in range(2)})
         self.norm = Norm(c.norm, (c.width,), ("embed",)) if h.final_norm else None
 
-    def known(self, entries: list[tuple[Array, Array]], positions: Array) -> tuple[Array, Array]:
+    def known(self, entries: list[KVEntry], positions: Array) -> tuple[Array, Array]:
         """Returns the keys and values `f[B, W, G, d]` to which drafts attend by cross-attention, computed from those of
         all the target's layers, `entries`, for tokens at `positions`, `i32[B, W]`."""
         assert self.project.bias is not None
         dtype = self.project.bias[...].dtype       # the kernel may be packed
-        x = jnp.stack([jnp.concatenate([k, v], -1).reshape(*positions.shape, -1) for k, v in entries], 2).astype(dtype)
+        x = jnp.stack([entry.both.reshape(*positions.shape, -1) for entry in entries], 2).astype(dtype)
         x = x.reshape(-1, *x.shape[2:])         # the layers of a token are a sequence
         at = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
         mask = jnp.ones((1, x.shape[1], x.shape[1]), bool)

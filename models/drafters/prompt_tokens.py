@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.core.types import Transfer
 from decodax.models.drafters.head import Depth, Weights
+from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.drafters.stack import IndependentHeads
 from decodax.models.layers import weight
 

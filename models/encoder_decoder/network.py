@@ -24,7 +24,7 @@ from decodax.cache.key_values import KVLayer
 from decodax.common.axes import MODEL
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache
-from decodax.core.types import CacheKind, Model, Out
+from decodax.core.types import CacheKind, Out, RandomWeights
 from decodax.core.window import Window
 from decodax.models.encoder_decoder.config import (
     EncoderDecoderConfig,
@@ -35,7 +35,7 @@ from decodax.models.encoder_decoder.config import (
 )
 from decodax.models.encoder_decoder.names import divided, sources
 from decodax.models.encoder_decoder.positions import relative_bias, sinusoids
-from decodax.models.inputs import EncoderAudio, EncoderText, named
+from decodax.models.inputs import EncoderAudio, EncoderText, ReadsAudio, named
 from decodax.models.layers import ACTIVATIONS
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.transformer import Weights
@@ -62,7 +62,7 @@ class EncoderMemory(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoder(Model):
+class EncoderDecoder(ReadsAudio, RandomWeights):
     """An encoder-decoder. It is compared by value and static under jit.
 
     The inputs of each row are an `EncoderText`, or an `EncoderAudio` if the encoder reads audio. A row's tokens are
@@ -87,6 +87,11 @@ class EncoderDecoder(Model):
     def trained_positions(self) -> int | None:
         own = self.config.decoder.positions
         return None if isinstance(own, RelativePositions) else own.count
+
+    @property
+    def frames(self) -> tuple[int, int] | None:
+        c = self.config
+        return None if c.features is None else (c.features, 2 * c.encoder.positions.count)   # type: ignore[union-attr]
 
     def with_cache(self, kind: CacheKind) -> EncoderDecoder:
         return dataclasses.replace(self, cache=kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,28 @@ def _deepseek_v32(c: Json) -> DecoderConfig:
     if c.get("q_lora_rank") is None:
         raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
     return _sigmoid(c, Indexer(c["index_n_heads"], c["index_head_dim"], c["index_topk"]))
+
+
+def _glm_moe_dsa(c: Json) -> DecoderConfig:
+    c = {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256,
+         "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752, "index_n_heads": 32, **c}
+    count, kinds, pattern = c["num_hidden_layers"], c.get("indexer_types"), c.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        period, offset = c.get("index_topk_freq", 1), c.get("index_skip_topk_offset", 2)
+        kinds = ["shared" if max(i - offset + 1, 0) % max(period, 1) else "full" for i in range(count)]
+    if len(kinds) < count or kinds[0] == "shared":
+        raise ValueError(f"indexer_types, index_topk_pattern: got {kinds} for num_hidden_layers = {count}, takes "
+                         "'full' or 'shared' for each layer, and 'full' for the first")
+    found = _deepseek_v32(c)
+    layers = list(found.layers)
+    for i, layer in enumerate(layers):
+        assert layer.latent is not None and layer.latent.indexer is not None
+        own = dataclasses.replace(layer.latent.indexer, interleaved=c.get("indexer_rope_interleave", True),
+                                  shared=kinds[i] == "shared")
+        layers[i] = dataclasses.replace(layer, latent=dataclasses.replace(layer.latent, indexer=own))
+    return dataclasses.replace(found, layers=tuple(layers))
 
 
 def _sigmoid(c: Json, indexer: Indexer | None = None) -> DecoderConfig:
@@ -156,4 +179,5 @@ def _sparse(c: Json) -> Callable[[int], bool]:
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "deepseek_v32": _deepseek_v32,
-    "glm4_moe_lite": _glm4_moe_lite, "kimi_k2": _deepseek_v3, "mistral4": _mistral4, "youtu": _youtu}
+    "glm4_moe_lite": _glm4_moe_lite, "glm_moe_dsa": _glm_moe_dsa, "kimi_k2": _deepseek_v3, "mistral4": _mistral4,
+    "youtu": _youtu}

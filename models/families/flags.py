@@ -40,6 +40,7 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "attention_k_eq_v": lambda d, value: any(layer.keys_as_values for layer in d.layers),
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
     "attn_output_gate": lambda d, value: any(layer.output_gate for layer in d.layers),
+    "use_attention_gate": lambda d, value: any(layer.output_gate == "heads" for layer in d.layers),
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "enable_moe_block": lambda d, value: any(layer.experts is not None for layer in d.layers),
@@ -63,6 +64,7 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     # Of the tokens of an image alone, which no text has.
     "use_bidirectional_attention": lambda d, value: value == "vision",
     "use_parallel_residual": lambda d, value: d.block == "parallel",
+    "use_sandwich_norm": lambda d, value: d.block == "sandwich",
     "use_qk_norm": lambda d, value: d.qk_norm is not None,
 }
 """Tests of whether a decoder does what an entry says."""

@@ -22,7 +22,7 @@ def _qwen(c: Json) -> DecoderConfig:
     shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True), qk_norm="head",
                        qkv_bias=c.get("attention_bias", False), out_bias=c.get("attention_bias", False),
                        head_dim=c.get("head_dim", 256))
-    delta, attention = Layer(recurrent=_delta(c)), Layer(rope=read_rope(c, shape), output_gate=True)
+    delta, attention = Layer(recurrent=_delta(c)), Layer(rope=read_rope(c, shape), output_gate="channels")
     period = c.get("full_attention_interval", 4)
     kinds = _kinds(c, lambda i: (i + 1) % period == 0)
     return DecoderConfig(layers=tuple(attention if full else delta for full in kinds), **shape)

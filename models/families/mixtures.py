@@ -107,6 +107,23 @@ def _ernie4_5_moe(c: Json) -> DecoderConfig:
     return dataclasses.replace(dense, layers=with_experts(dense.layers, experts, sparse))
 
 
+def _hunyuan_moe(c: Json) -> DecoderConfig:
+    # transformers 5.24 does not read these entries of released files, and computes the model that they stand for.
+    fixed = {"num_shared_expert": 1, "moe_intermediate_size": c["intermediate_size"], "norm_topk_prob": True,
+             "use_cla": False, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False}
+    for key, value in fixed.items():
+        each = given if isinstance(given := c.get(key, value), list) else [given]
+        if any(one != value for one in each):
+            raise ValueError(f"{key}: got {given!r}, supported is {value!r}")
+    dense, count, chosen = llama.FAMILIES["hunyuan_v1_dense"](c), c["num_hidden_layers"], c.get("moe_topk", 1)
+    by_layer = chosen if isinstance(chosen, list) else [chosen] * count
+    if len(by_layer) < count:
+        raise ValueError(f"moe_topk: got {len(by_layer)} entries for num_hidden_layers = {count}")
+    mixture = lambda i: read_experts(c.get("num_experts", 1), by_layer[i], dense.mlp, key="moe_topk", shared=dense.mlp)
+    return dataclasses.replace(dense, layers=tuple(
+        dataclasses.replace(layer, experts=mixture(i)) for i, layer in enumerate(dense.layers)))
+
+
 def _llama4(c: Json) -> DecoderConfig:
     c = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5, **c}
     bias, count, chunk = c.get("attention_bias", False), c["num_hidden_layers"], c.get("attention_chunk_size", 8192)
@@ -136,5 +153,6 @@ def _llama4(c: Json) -> DecoderConfig:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "ernie4_5_moe": _ernie4_5_moe, "glm4_moe": _glm4_moe, "granitemoe": _granitemoe, "hy_v3": _hy_v3,
+    "ernie4_5_moe": _ernie4_5_moe, "glm4_moe": _glm4_moe, "granitemoe": _granitemoe, "hunyuan_v1_moe": _hunyuan_moe,
+    "hy_v3": _hy_v3,
     "llama4_text": _llama4, "minimax_m2": _minimax_m2, "mixtral": _mixtral, "olmoe": _olmoe, "phimoe": _phimoe}

@@ -13,8 +13,9 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.common.axes import platform
+from decodax.common.hadamard import doubled, rotation
 from decodax.common.struct import struct
-from decodax.models.formats.qserve import EXACT, hadamard
+from decodax.models.formats.qserve import EXACT
 from decodax.models.packed import AroundKernel, Packed, dot, partial_sums, total
 from decodax.pallas_kernels.packed_matmul.reference import scaled
 
@@ -148,7 +149,7 @@ def rotate(x: Array) -> Array:
     [[2.828000068664551, -1.4140000343322754]]
     """
     K = x.shape[-1]
-    core, many = _core(K)
+    core, many = doubled(K)
     y = x.astype(jnp.float32).reshape(-1, many, len(core)) @ jnp.asarray(core, jnp.float32)
     width = many
     while width > 1:
@@ -156,33 +157,6 @@ def rotate(x: Array) -> Array:
         y = jnp.stack([y[:, :, 0] + y[:, :, 1], y[:, :, 0] - y[:, :, 1]], 2)
         width //= 2
     return (y.reshape(x.shape) / jnp.float32(K ** 0.5)).astype(x.dtype)
-
-
-def rotation(n: int) -> np.ndarray:
-    """Returns an orthogonal matrix `f64[n, n]`: Sylvester's Hadamard matrix for the powers of 2 in `n`, times the
-    smallest known Hadamard matrix for the rest (`hadamard`).
-
-    Raises:
-        ValueError: no such matrix is known for `n`.
-    """
-    core, many = _core(n)
-    while many > 1:
-        core, many = np.kron([[1, 1], [1, -1]], core), many // 2
-    return core / n ** 0.5
-
-
-@functools.lru_cache(maxsize=16)
-def _core(n: int) -> tuple[np.ndarray, int]:
-    """Returns the smallest known Hadamard matrix from which doubling leads to size `n`, and the power of 2 between
-    them."""
-    size = n
-    while size % 2 == 0:
-        try:
-            hadamard(size // 2)
-        except ValueError:
-            break
-        size //= 2
-    return np.round(hadamard(size) * size ** 0.5), n // size
 
 
 def codes_of(x: Array, scale: Array) -> Array:

@@ -29,6 +29,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from decodax.common.axes import platform
+from decodax.common.hadamard import hadamard
 from decodax.common.options import Range
 from decodax.common.struct import struct
 from decodax.models.formats.format import Format
@@ -349,52 +350,3 @@ def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
     untied = dataclasses.replace(model, config=dataclasses.replace(c, tied=False))
     shapes = untied.abstract_params()
     return untied, jax.tree.unflatten(jax.tree.structure(shapes), [made[path] for path in flatten(shapes)])
-
-
-def hadamard(n: int) -> np.ndarray:
-    """Returns an orthogonal matrix `f64[n, n]` with entries of one size: a Hadamard matrix, by Sylvester and Paley.
-
-    Raises:
-        ValueError: `n` is not a power of 2, nor one times `q + 1` (or `2 (q + 1)`) for a prime `q` that is 3 (or 1)
-            modulo 4. Most models' widths are.
-
-    >>> (hadamard(2) * 2 ** 0.5).round().tolist()
-    [[1.0, 1.0], [1.0, -1.0]]
-    """
-    m: int = n
-    core: Any
-    while True:
-        if m <= 2:
-            core = np.ones((m, m))
-            core[1:, 1:] = -1
-            break
-        if m % 4 == 0 and _prime(q := m - 1):
-            core = np.eye(m) + _paley(q, -1)
-            break
-        if m % 4 == 0 and (q := m // 2 - 1) % 4 == 1 and _prime(q):
-            core = np.kron(_paley(q, 1), [[1, 1], [1, -1]]) + np.kron(np.eye(q + 1), [[1, -1], [-1, -1]])
-            break
-        if m % 2:
-            raise ValueError(f"width: got {n}, takes a number with a known Hadamard matrix")
-        m //= 2
-    while len(core) < n:
-        core = np.kron([[1, 1], [1, -1]], core)
-    return core / n ** 0.5
-
-
-def _paley(q: int, sign: int) -> np.ndarray:
-    """Returns a matrix `[q + 1, q + 1]`: 0 on the diagonal, 1 where the difference of two indices is a square modulo
-    `q`, else -1.
-
-    The first column is `sign` times the first row.
-    """
-    squares = {i * i % q for i in range(1, q)}
-    residue = np.array([0] + [1 if i in squares else -1 for i in range(1, q)])
-    made = np.zeros((q + 1, q + 1))
-    made[0, 1:], made[1:, 0] = 1, sign
-    made[1:, 1:] = residue[(np.arange(q)[:, None] - np.arange(q)) % q]
-    return made
-
-
-def _prime(q: int) -> bool:
-    return q > 2 and all(q % i for i in range(2, math.isqrt(q) + 1))

@@ -34,9 +34,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.common.hadamard import rotation
 from decodax.common.options import Count
 from decodax.models.formats.format import ModelFormat
-from decodax.models.formats.integers import InputsRotated, Integers, Static, nibbles, quarter, rotation
+from decodax.models.formats.integers import InputsRotated, Integers, Static, nibbles, quarter
 from decodax.models.formats.quamba2_scales import arranged, scale_of, scales_of, watched
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.formats.scaled import Scaled

@@ -56,7 +56,7 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = norm(latent.rank)
         up = lambda width: Linear(rngs, (latent.rank, c.heads * width), (None, "heads"), False)
         self.k_b, self.v_b = up(c.head_dim - turned), up(latent.value_width)
-        self.indexer = None if latent.indexer is None else IndexerPart(c, layer, rngs)
+        self.indexer = None if latent.indexer is None or latent.indexer.shared else IndexerPart(c, layer, rngs)
         self.o = Linear(rngs, (c.heads * latent.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
 
@@ -64,10 +64,14 @@ class LatentAttention(nnx.Module):
         narrow = self._narrow(x)
         q, key = self._queries(narrow, tables), self._keys(x, tables)
         scale = self.c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
-        if self.indexer is not None:
-            key = jnp.concatenate([key, self.indexer.key(x, tables)[:, :, None]], -1)
-            out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], scale=scale,
-                                bias=self.indexer.chooser(x, narrow, tables, key.shape[-1]))
+        if self.layer.latent is not None and self.layer.latent.indexer is not None:
+            if self.indexer is not None:
+                # Under a name of its own, for the layers after this one that share the choice.
+                tables["indexer"] = self.indexer.key(x, tables)[:, :, None], self.indexer.chooser(
+                    x, narrow, tables, key.shape[-1] + self.indexer.rule.width)
+            own, chooser = tables["indexer"]
+            key = jnp.concatenate([key, own], -1)
+            out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], scale=scale, bias=chooser)
             return self.o(self.values(out).reshape(*x.shape[:2], -1)), entry
         if isinstance(attend, Expanding):
             out, entry = attend.expanded(index, self, q, key, scale)
@@ -143,7 +147,7 @@ class IndexerPart(nnx.Module):
 
     def _turned(self, x: Array, tables: dict[Any, Any]) -> Array:
         cos, sin = tables[self.rope]
-        return rotate(x, cos, sin)
+        return rotate(x, cos, sin, self.rule.interleaved)
 
     def key(self, x: Array, tables: dict[Any, Any]) -> Array:
         """Returns the index keys `f[B, W, width]`, normed and rotated, of the layer's normalised inputs `x`, `f[B, W,

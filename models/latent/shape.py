@@ -13,18 +13,24 @@ class Indexer:
     """The lightning indexer of DeepSeek Sparse Attention ("DeepSeek-V3.2: Pushing the Frontier of Open Large Language
     Models", DeepSeek-AI, 2025): a query attends to the `top` tokens with the highest index scores.
 
-    Every token has one index key, of which the first `Layer.rope.width` entries are rotated in halves, and each query
-    several index queries with weights, from which `TopKeys` computes scores.
+    Every token has one index key, of which the first `Layer.rope.width` entries are rotated, and each query several
+    index queries with weights, from which `TopKeys` computes scores. Layers may share one choice of tokens (GLM-5 of
+    Z.ai, 2026): a layer without an indexer of its own takes the choice of the nearest layer before it that has one.
 
     Attributes:
         heads: number of index queries of a token.
         width: number of channels of an index key.
         top: number of tokens that a query attends to.
+        interleaved: True if rotated pairs of index keys and queries are adjacent; False: in halves.
+        shared: True if the layer takes the choice of an earlier one. The cache stores the index keys of that layer with
+            the entries of this one, too.
     """
 
     heads: int
     width: int
     top: int
+    interleaved: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self, "heads", "width", "top")

@@ -40,6 +40,10 @@ LFM2: dict[str, Any] = {
     "correction": "feed_forward.expert_bias", "norm": "embedding_norm", "fused": (GATES,),
     "extra": {"attn.conv_taps": "conv.conv.weight", "attn.conv_bias": "conv.conv.bias"}}
 
+LFM3: dict[str, Any] = {**LFM2, "layer": {
+    **LFM2["layer"], "attn.o": "self_attn.o_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+    "attn.gate": "self_attn.gate_proj", "attn_out": "post_operator_norm", "mlp_out": "post_ffn_norm"}}
+
 KIMI: dict[str, Any] = {
     "layer": {**NORMS, **MLP, **{f"attn.{x}": f"self_attn.{x}_proj" for x in "qo"}, "attn.out": "self_attn.o_proj",
               "attn.q_a": "self_attn.q_a_proj", "attn.q_a_norm": "self_attn.q_a_layernorm",
@@ -106,7 +110,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "jamba": {**BAMBA, "fused": (SCAN,),
               "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
                         **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
-    "lfm2": LFM2, "lfm2_moe": LFM2,
+    "lfm2": LFM2, "lfm2_moe": LFM2, "lfm3": LFM3,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),
                   **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},

@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import KeyValues, PerLayer, Recurrent, Wrapper, empty_kv
-from decodax.cache.dense import write
+from decodax.cache.dense import write_entries
+from decodax.cache.entry import KVEntry
 from decodax.common.arguments import check_counts
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
@@ -124,7 +125,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
                **options: Any) -> tuple[Array, PyTree]:
         q = q.astype(jnp.float32) * scale
         out = (self._prompt if window.is_prefill else self._drafts)(layer, q, k, v, window)
-        return out.astype(v.dtype), (k, v)
+        return out.astype(v.dtype), KVEntry(k, v)
 
     def _prompt(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
         """Computes attention for a chain that will be committed as a whole and may itself fill chunks."""
@@ -186,9 +187,9 @@ class Store(KeyValues, PromptPhase, Refreshes):
         if not self.kv:
             return self
         put = jnp.where(slots >= 0, slots - self.length[:, None] + self.count[:, None], -1)
-        kv = tuple(write(held, jnp.concatenate(entry, -1), put) for held, entry in zip(self.kv, entries, strict=True))
-        sums = tuple(added(held, k, jnp.where(put >= 0, put // self.kind.chunk, held.shape[2]))
-                     for held, (k, _) in zip(self.sums, entries, strict=True))
+        kv = write_entries(self.kv, entries, put)
+        sums = tuple(added(held, entry.keys, jnp.where(put >= 0, put // self.kind.chunk, held.shape[2]))
+                     for held, entry in zip(self.sums, entries, strict=True))
         length = jnp.maximum(self.length, slots.max(1) + 1)
         return self.replace(kv=kv, sums=sums, count=self.count + length - self.length, length=length)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.core.cache import Cache
-from decodax.core.types import Out, ShowsWeights
+from decodax.core.types import Out, RandomWeights, ShowsWeights
 from decodax.core.window import Window, causal
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.transformer import Weights
@@ -24,7 +24,7 @@ from decodax.models.weight_source import WeightSource, kernel, nested, plain, sh
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentNetwork(ShowsWeights):
+class RecurrentNetwork(ShowsWeights, RandomWeights):
     """Base class of networks with recurrent states: a frozen dataclass.
 
     Attributes:

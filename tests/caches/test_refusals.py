@@ -195,8 +195,9 @@ USED: list[tuple[str, Callable[[], object]]] = [
     (r"cache: got \w+, which cannot be combined with another cache", lambda: run(
         make("retro-attention", **OPTIONS["retro-attention"]), algorithm=dx.algorithms.make("magicdec", SMALL,
                                                                                            budget=14))),
-    ("lm: got a Transformer, and retro-attention takes a model each of whose", lambda: make("retro-attention").put_on(
-        dataclasses.replace(DEEP, model=dataclasses.replace(DEEP.model, config=cla(DEEP.model.config))))),
+    ("lm: got a Transformer, and retro-attention takes a model each of whose", lambda: make(
+        "retro-attention").wrap_model(dataclasses.replace(DEEP, model=dataclasses.replace(
+            DEEP.model, config=cla(DEEP.model.config))))),
     ("ends: got None; a model without a tokenizer", lambda: run("sentence-kv")),
     ("guidance_scale: cannot be combined with SpecPVCache, which reads its text again",
      lambda: run(make("specpv", **OPTIONS["specpv"]), guidance_scale=2.0)),

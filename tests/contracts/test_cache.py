@@ -14,6 +14,7 @@ import pytest
 
 import decodax as dx
 from decodax import cache
+from decodax.cache.entry import KVEntry
 from decodax.caches import make
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
@@ -229,7 +230,7 @@ def entries(key: int, batch: int, width: int, kind: str) -> Any:
     """Returns random keys and values for a kind of storage."""
     empty, draw = KINDS[kind](1, 8), iter(jax.random.split(jax.random.key(key), 4))
     one = lambda held: jax.random.normal(next(draw), (batch, width, held.shape[1], held.shape[3]))
-    return tuple((one(k), one(v)) for k, v in ((empty.keys(i), empty.values(i)) for i in range(len(empty.kv))))
+    return tuple(KVEntry(one(k), one(v)) for k, v in ((empty.keys(i), empty.values(i)) for i in range(len(empty.kv))))
 
 
 def look(held: Any, layer: int = 0) -> jax.Array:
@@ -296,7 +297,7 @@ def test_committed_entries_are_attended_to(kind: str) -> None:
     kv = entries(0, 2, 5, kind)
     full = KINDS[kind](2, 8).commit(kv, jnp.broadcast_to(jnp.arange(5), (2, 5)))
     q = np.asarray(jax.random.normal(jax.random.key(9), (2, 1, 4, 4)))
-    k, v = (np.concatenate([x, np.zeros((2, 1, *x.shape[2:]))], 1) for x in kv[0])
+    k, v = (np.concatenate([x, np.zeros((2, 1, *x.shape[2:]))], 1) for x in (kv[0].keys, kv[0].values))
     for b in range(2):
         for h in range(4):
             weight = np.exp(k[b, :, h // 2] @ q[b, 0, h] * 0.5)

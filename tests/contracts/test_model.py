@@ -92,7 +92,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
         Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
     "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
-        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate=True),
+        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate="channels"),
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
     "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),
@@ -118,7 +118,7 @@ ELSEWHERE = {"EncoderDecoder": "tests/models/encoder_decoder/test_encoder_decode
              "MaskPredictor": "tests/drafters/test_specdec.py",
              "QuantizedMamba2": "tests/models/formats/test_quamba2.py"}
 """Networks with tests of their own: one reads another text than it writes, one is made of another network."""
-BASES = {"RecurrentNetwork", "StateSpace"}
+BASES = {"ReadsAudio", "RecurrentNetwork", "StateSpace"}
 GUIDE = "the recurrent layer of the guide"
 NAMES = [*MODELS, GUIDE]
 READS_INPUTS = ("jrt",)

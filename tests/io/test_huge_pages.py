@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.io import arrays
-from decodax.io.huge_pages import PAGE, move, moved
+from decodax.io.huge_pages import PAGE, empty, move, moved
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux gives them")
 
@@ -41,6 +41,14 @@ def test_arrays_are_the_same_in_huge_pages_side_by_side() -> None:
     held = [new[name] for name in ("large", "odd", "half", "codes")]
     assert all(asked(*held))
     assert np.ptp([x.unsafe_buffer_pointer() for x in held]) < 2 * PAGE     # one block, of a whole page and a half
+
+
+def test_an_array_alone_holds_no_more_pages_than_it_fills() -> None:
+    size = PAGE + PAGE // 2
+    own = empty((size,), np.uint8)
+    own[:] = 1
+    own, tail = jax.device_put((own, own[PAGE:]))
+    assert asked(own, tail) == [True, False]
 
 
 def test_small_models_stay_where_they_are() -> None:

@@ -16,6 +16,7 @@ from decodax.algorithms.speculative import Rejection, Speculative, drafts
 from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import Chunks, Rope, Transformer, dual_chunk, llama
+from decodax.models.dual_chunk import with_dual_chunk
 from decodax.models.families import read_config
 from decodax.models.names import flatten
 from decodax.pallas_kernels.window_attention import FixedBias, quantized, window_attention
@@ -32,7 +33,7 @@ def lm(chunked: bool = True) -> LM:
     model = Transformer(BASE)
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(3)))
     whole = LM(model=model, params=params, vocab_size=16)
-    return whole.with_dual_chunk(12, 4) if chunked else whole
+    return with_dual_chunk(whole, 12, 4) if chunked else whole
 
 
 @pytest.mark.wide
@@ -40,7 +41,7 @@ def lm(chunked: bool = True) -> LM:
 def test_tokens_are_the_authors(case: int, tmp_path: Path) -> None:
     x = FOUND[case]
     assert digest(x["model"]) == x["digest"], "the checkpoint is not the one the case was made with"
-    own = dataclasses.replace(dx.load(write(x["model"], tmp_path)).with_dual_chunk(x["size"], x["local"]),
+    own = dataclasses.replace(with_dual_chunk(dx.load(write(x["model"], tmp_path)), x["size"], x["local"]),
                               generation_config={})
     logits = own.model.forward(own.params, jnp.asarray([x["prompt"]]))[0]
     np.testing.assert_allclose(jax.nn.logsumexp(logits, -1), x["logsumexp"], atol=2e-3)
@@ -128,13 +129,13 @@ def test_no_length_is_beyond_its_training(recwarn: pytest.WarningsRecorder) -> N
 
 def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^chunks: got a size of 4 and a local size of 4"):
-        lm(False).with_dual_chunk(4, 4)
+        with_dual_chunk(lm(False), 4, 4)
     with pytest.raises(ValueError, match=r"^chunks: dual chunk attention cannot be combined with a sliding window"):
         dual_chunk(dataclasses.replace(BASE, layers=tuple(dataclasses.replace(x, sliding=5) for x in BASE.layers)))
     with pytest.raises(ValueError, match=r"^config: takes at least one layer with a rotary embedding"):
         dual_chunk(dataclasses.replace(BASE, layers=tuple(dataclasses.replace(x, rope=None) for x in BASE.layers)))
     with pytest.raises(ValueError, match=r"^model: got a Transformer that fills masks"):
-        dx.load("tasks-diffusion").with_dual_chunk()
+        with_dual_chunk(dx.load("tasks-diffusion"))
     with pytest.raises(ValueError, match=r"^dual_chunk_attention_config: got one, takes none for a masked-diff"):
         read_config({**CHECKPOINTS["sdar"].config, "dual_chunk_attention_config": {"chunk_size": 12}})
     with pytest.raises(ValueError, match=r"^dual_chunk_attention_config.chunk_size: got 'x', takes a whole number"):

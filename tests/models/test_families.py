@@ -42,7 +42,8 @@ def transformers_logits(reference: Any, tokens: np.ndarray, live: np.ndarray) ->
 
 def biased_convolution(config: Any) -> bool:
     """True if padding does not reach a convolution as zeros."""
-    key = {"lfm2": "conv_bias", "jamba": "mamba_proj_bias", "nemotron_h": "use_bias"}.get(config.model_type)
+    keys = {"lfm2": "conv_bias", "lfm3": "conv_bias", "jamba": "mamba_proj_bias", "nemotron_h": "use_bias"}
+    key = keys.get(config.model_type)
     return key is not None and getattr(config, key)
 
 

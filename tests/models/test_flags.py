@@ -34,6 +34,7 @@ WITHOUT_EFFECT_HERE = {
                                                                  "youtu")},
     "glm4_moe_lite": {"qk_head_dim"},
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
+    "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},
     # not read by transformers either
     "nemotron_h": {"expand", "residual_in_fp32"},
@@ -42,7 +43,8 @@ WITHOUT_EFFECT_HERE = {
 
 SWAPPED: dict[Any, Any] = {
     "full_attention": "sliding_attention", "sliding_attention": "full_attention", "chunked_attention": "full_attention",
-    "recurrent": "attention", "attention": "recurrent", "dense": "sparse", "sparse": "dense", 0: 1, 1: 0}
+    "recurrent": "attention", "attention": "recurrent", "dense": "sparse", "sparse": "dense", 0: 1, 1: 0,
+    "full": "shared", "shared": "full"}
 """Other values of entries of lists. A list in the opposite order may be the same."""
 
 

@@ -55,6 +55,28 @@ def test_the_names_that_newer_and_older_files_have(tmp_path: Path) -> None:
         dx.load(tmp_path)
 
 
+def test_phi_4_multimodal_with_adapters_inside_is_the_decoder_below_them(tmp_path: Path) -> None:
+    """Its first release has a LoRA adapter for images and one for sound, which prompts of text do not use."""
+    saved("phi4-multimodal", tmp_path)
+    lm, file, config = dx.load(tmp_path), tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        stem = name.removesuffix(".weight")
+        if stem.endswith(("qkv_proj", "o_proj", "gate_up_proj", "model.layers.0.mlp.down_proj")):
+            tensors[f"{stem}.base_layer.weight"] = tensor
+            for kind in ("speech", "vision"):
+                tensors[f"{stem}.lora_A.{kind}.weight"] = np.ones((2, tensor.shape[1]), np.float32)
+                tensors[f"{stem}.lora_B.{kind}.weight"] = np.ones((tensor.shape[0], 2), np.float32)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "phi4mm"}))
+    jax.tree.map(np.testing.assert_array_equal, dx.load(tmp_path).params, lm.params)
+    save_file({**tensors, "model.layers.0.mlp.down_proj.lora_A.default.weight": np.ones((2, 48), np.float32)}, file)
+    with pytest.raises(CheckpointError, match=r"lora_A\.default"):
+        dx.load(tmp_path)
+
+
 def test_defaults_of_released_text_configs() -> None:
     """gemma-3-4b-it names six entries of its text_config, Qwen2.5-VL-7B has its own beside that of its vision."""
     gemma = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": {

@@ -36,6 +36,7 @@ from decodax.models import (
     llama,
 )
 from decodax.models.blocks.attention import Attention
+from decodax.models.linear import with_linear_attention
 from decodax.models.recurrent.options import RgLru
 from decodax.sampling import build
 from decodax.train import (
@@ -251,14 +252,14 @@ def test_gradients_reach_every_weight() -> None:
 def test_a_loaded_model_is_linearized() -> None:
     """With zeros, and in one group, it sees keys by the square of their scores alone."""
     dense = LM(model=Transformer(BASE), params=Transformer(BASE).init_params(jax.random.key(0)), vocab_size=16)
-    own = dense.with_linear_attention((0, 2), group=8, kernel=9)
+    own = with_linear_attention(dense, (0, 2), group=8, kernel=9)
     assert own.model == Transformer(linearized(BASE, (0, 2), group=8, kernel=9))
     new = own.model.init_params(jax.random.key(0))
     assert jax.tree.map(jnp.shape, own.params) == jax.tree.map(jnp.shape, new)
     assert not np.asarray(own.params["layers"]["0"]["attn"]["taps"]).any()
     assert own.params["layers"]["1"] is dense.params["layers"]["1"]
     with pytest.raises(ValueError, match="linear attention takes a Transformer that reads from left to right"):
-        dx.load("tasks-diffusion").with_linear_attention()
+        with_linear_attention(dx.load("tasks-diffusion"))
 
 
 # What is refused

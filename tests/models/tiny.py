@@ -1,13 +1,19 @@
-"""Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
+"""Tiny configurations of every family, as transformers writes them: the cases of the model tests.
+
+torch and transformers are imported where they are used: the tests of meshes read the cases alone, since collectives on
+CPU crash beside torch.
+"""
+
+from __future__ import annotations
 
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
+if TYPE_CHECKING:
+    import torch
+    import transformers
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -42,6 +48,10 @@ MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 1, "mamba_ch
 GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "logits_scaling": 2.0,
              "layer_types": ["linear_attention", "full_attention", "linear_attention"], "residual_multiplier": 0.4,
              "attention_multiplier": 0.2, "shared_intermediate_size": 20, "intermediate_size": 24}
+DSA = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 12,
+       "index_topk": 6}
+GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
+               "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
              "embedding_multiplier": 3.0, "mlp_multipliers": [0.9, 0.6], "attention_out_multiplier": 0.8,
              "attention_in_multiplier": 1.2, "ssm_multipliers": [0.4, 0.6, 0.7, 0.5, 0.9], "ssm_in_multiplier": 1.3,
@@ -162,6 +172,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}}, None),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 1],
+                                       **rope("dynamic", alpha=4.0, factor=1.0)}, None),
+    "granite-swa": ("granite_swa", {**SMALL_WINDOW, **GRANITE_SWA, "mlp_bias": True, "attention_bias": True}, None),
+    "granite-moe-swa": ("granitemoe_swa", {**SMALL_WINDOW, **GRANITE_SWA, "num_local_experts": 4,
+                                           "shared_intermediate_size": 20}, None),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
@@ -173,8 +188,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "deepseek-v3-halves": ("deepseek_v3", {**MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
                                            "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
                                            "norm_topk_prob": False}, None),
-    "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-                                      "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6}, None),
+    "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
+    "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
@@ -218,6 +233,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "lfm2-moe": ("lfm2_moe", {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3,
                               "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
                               "moe_intermediate_size": 24, "routed_scaling_factor": 1.7}, None),
+    "lfm3": ("lfm3", {**SMALL_WINDOW, "layer_types": ["conv", "full_attention", "sliding_attention"],
+                      "num_hidden_layers": 3, "head_dim": 16, "attention_bias": True}, None),
+    "lfm3-plain": ("lfm3", {"layer_types": ["full_attention", "conv"], "head_dim": 8, "conv_bias": True,
+                            "conv_L_cache": 4, "use_sandwich_norm": False, "use_attention_gate": False,
+                            "tie_word_embeddings": False}, None),
     "nemotron-h": ("nemotron_h", {**NEMOTRON, "layers_block_type": [
         "linear_attention", "moe", "full_attention", "linear_attention", "moe"]}, None),
     "nemotron-h-dense": ("nemotron_h", {
@@ -242,18 +262,21 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon", "falcon-11b",
-         "glm", "gpt-neox-serial", "granite-moe", "hy3", "llama4-top2", "llama4-types", "nemotron-bias",
-         "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain", "llama-linear", "llama-yarn",
-         "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3", "stablelm", "qwen3.5-moe",
-         "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query", "lfm2-bias", "lfm2-moe",
-         "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm",
-         "falcon-h1-gate-first", "jamba-dense"}
+ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon",
+         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "llama4-top2",
+         "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
+         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
+         "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
+         "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
+         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
 """Cases that differ little from another one."""
 
 
 def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """The case's transformers model with random weights, norms and biases included."""
+    import torch
+    import transformers
+
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
     torch.manual_seed(seed)
@@ -276,6 +299,14 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 
 def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrainedModel:
     model = build(name)
+    write(model, directory, **options)
+    return model
+
+
+def write(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> None:
+    """Saves a model under the names of released files; the options are those of transformers."""
+    from safetensors.torch import load_file, save_file
+
     model.save_pretrained(directory, **options)
     if model.config.model_type == "olmo_hybrid":
         save_file(released(model), directory / "model.safetensors", {"format": "pt"})
@@ -284,7 +315,6 @@ def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrained
         file = directory / "model.safetensors"
         tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): x for name, x in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
-    return model
 
 
 def released(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -1,15 +1,19 @@
 """Tiny masked-diffusion checkpoints in the layouts of the released ones, and transformers models that hold the same
 weights: none of these families is in transformers, but each is a Qwen, a Llama or a GLM with another mask or other
-names."""
+names.
+
+torch and transformers are imported where they are used: the tests of meshes read the cases alone.
+"""
+
+from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
+if TYPE_CHECKING:
+    import transformers
 
 MASK, EOS = 3, 2
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -80,6 +84,10 @@ MIXTURES = {"qwen3_moe": {"intermediate_size": 48, "moe_intermediate_size": 24, 
 
 def saved(name: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
     """Writes a case's directory, with `changes` to its config.json, and returns the reference of the same weights."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
     entries, kind = CASES[name]
     sizes = {k: v for k, v in entries.items() if k in {
         *SIZES, "head_dim", "rms_norm_eps", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "n_group",

@@ -10,6 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax.cli import main
+from decodax.common.table import ARGUMENTS
 from decodax.core.algorithm import name_of
 from decodax.engine.names import NAMED, by_name
 from decodax.engine.request import Request
@@ -136,3 +137,10 @@ def test_a_list_asks_for_nothing_where_none_of_its_entries_does() -> None:
     assert asks_nothing("top_p", [1.0, None]) and not asks_nothing("top_p", [1.0, 0.5])
     assert not asks_nothing("top_p", True) and not asks_nothing("repetition_penalty", np.True_)
     assert asks_nothing("adapter", [None, None]) and not asks_nothing("adapter", ["a", None])
+
+
+def test_the_table_has_every_argument_of_the_policy() -> None:
+    """`ARGUMENTS` is what generation configs, neutral values and flags are read from."""
+    inner = {"transforms", "min_tokens_to_keep", "eos", "vocab_size", "stops"}
+    assert {name for name, own in ARGUMENTS.items() if own.where == "policy"} == set(DEFAULTS) - inner
+    assert {own.needs for own in ARGUMENTS.values()} - {None} <= set(ARGUMENTS)

@@ -8,12 +8,12 @@ from typing import Any
 from decodax.algorithms.beams.beam_search import BeamSearch
 from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch, hidden_width
 from decodax.common.arguments import flag, number, positive, shown, whole, wrong
+from decodax.common.table import named
 from decodax.core.algorithm import Algorithm
 from decodax.core.loaded import Loaded
 from decodax.sampling.neutral import is_neutral, is_zero
 
-ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",
-             "renormalize_logits", "penalty_alpha")
+ARGUMENTS = (*named("beams"), "penalty_alpha")
 """Arguments of `generate` that `read` uses."""
 
 
@@ -43,8 +43,8 @@ def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algo
         groups=value("num_beam_groups", lambda name, x: whole(name, x, 1), 1),
         renormalize=value("renormalize_logits", flag, False))
     if width == 1:
-        asked = [name for name in ("num_beam_groups", "diversity_penalty", "patience", "length_penalty",
-                                   "early_stopping") if not is_neutral(name, given.get(name))]
+        asked = [name for name in named("beams") if name not in ("num_beams", "renormalize_logits")
+                 and not is_neutral(name, given.get(name))]
         if asked:
             raise ValueError(f"{asked[0]}: got {shown(given[asked[0]])} with one beam; takes num_beams=2 or more")
         return None

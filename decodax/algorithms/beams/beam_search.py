@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
-from decodax.common.options import Count, NonNegative, Positive
+from decodax.common.options import Count, NonNegative, Positive, Range, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import Concludes, Grouped, LearnsFromPrompt, Traits
 from decodax.core.cache import NONE
@@ -83,36 +83,31 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
         ValueError: a number out of its range, or options that cannot be combined.
     """
 
-    width: int
-    returns: int = 1
+    width: Count
+    returns: Count = 1
     length_penalty: float = data(1.0, bare=1.0)
     early_stopping: EarlyStopping = False
     patience: float = data(1.0, bare=1.0)
-    groups: int = 1
-    diversity_penalty: float = data(0.0, bare=0.0)
+    groups: Count = 1
+    diversity_penalty: Annotated[float, Range(0)] = data(0.0, bare=0.0)
     counting: Counting = "chosen"
     uid: UID | None = None
-    strength: float = data(0.0, bare=0.0)
+    strength: Annotated[float, Range(0)] = data(0.0, bare=0.0)
     renormalize: bool = False
     draft: Draft | Source | None = None
     shape: Shape | None = None
 
     def __post_init__(self) -> None:
-        at_least = lambda name, low: getattr(self, name) >= low
-        for name, low in (("width", 1), ("returns", 1), ("groups", 1), ("diversity_penalty", 0), ("strength", 0)):
-            if not at_least(name, low):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {low} or more")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"early_stopping: got {self.early_stopping!r}, takes True, False or 'never'")
+        check_options(type(self), vars(self))
         if self.returns > self.width:
             raise ValueError(f"returns: got {self.returns} for a width of {self.width}, takes at most that")
         if self.width % self.groups:
             raise ValueError(f"groups: got {self.groups} for a width of {self.width}, takes a divisor of it")
-        if self.early_stopping not in (True, False, "never"):
-            raise ValueError(f"early_stopping: got {self.early_stopping!r}, takes True, False or 'never'")
         if not self.patience > 0 or (self.patience != 1 and self.early_stopping is not True):
             raise ValueError(f"patience: got {self.patience!r} with early_stopping={self.early_stopping!r}, takes a "
                              "number above 0 with early_stopping=True")
-        if self.counting not in ("chosen", "candidates"):
-            raise ValueError(f"counting: got {self.counting!r}, takes 'chosen' or 'candidates'")
         if self.shape is not None and not isinstance(self.draft, Source):
             raise ValueError(f"shape: got one with {type(self.draft).__name__}, which makes its own trees or none; "
                              "takes a Source")

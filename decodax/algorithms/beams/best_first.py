@@ -4,14 +4,14 @@ Beam Search", Meister, Vieira and Cotterell, 2020)."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished
-from decodax.common.options import Count
+from decodax.common.options import Count, Range, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Grouped, Paced, Traits
@@ -105,16 +105,14 @@ class BestFirst(Grouped, Concludes, Paced):
         ValueError: a number out of its range, or `max_new_tokens` above `longest`.
     """
 
-    width: int
-    returns: int = 1
-    longest: int = 32
-    length_penalty: float = data(0.0, bare=0.0)
-    at_once: int = 1
+    width: Count
+    returns: Count = 1
+    longest: Count = 32
+    length_penalty: Annotated[float, Range(0)] = data(0.0, bare=0.0)
+    at_once: Count = 1
 
     def __post_init__(self) -> None:
-        for name, low in (("width", 1), ("returns", 1), ("longest", 1), ("length_penalty", 0), ("at_once", 1)):
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {low} or more")
+        check_options(type(self), vars(self))
         if self.returns > self.width:
             raise ValueError(f"returns: got {self.returns} for a width of {self.width}, takes at most that")
 

@@ -121,7 +121,8 @@ def contrast(lm: Loaded, amateur: Loaded, alpha: float = 0.1, beta: float | None
     Raises:
         ValueError: the vocabularies differ in size, or a number is out of its range.
     """
-    if (mine := getattr(lm, "vocab_size", None)) != (theirs := getattr(amateur, "vocab_size", None)):
+    mine, theirs = (each.vocab_size if isinstance(each, Loaded) else None for each in (lm, amateur))
+    if mine != theirs:
         raise ValueError(f"amateur: has {theirs} tokens, the expert {mine}; takes a model with the same tokenizer")
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha: got {alpha}, takes a number in (0, 1]")

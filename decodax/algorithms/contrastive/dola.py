@@ -107,7 +107,7 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
         raise ValueError(f"dola: takes a model whose layers can be seen; got {type(model).__name__}")
     depth = model.depth
     if tied is None:
-        tied = bool(getattr(model.config, "tied", False))
+        tied = model.config.tied
     if isinstance(layers, str):
         if layers not in ("low", "high"):
             raise ValueError(f"dola_layers: got {layers!r}, takes 'low', 'high', or numbers of layers")

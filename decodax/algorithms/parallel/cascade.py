@@ -4,14 +4,14 @@ with Markov Transformers", Deng and Rush, 2020)."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, edges, first, prune
-from decodax.common.options import Count, TokenId, Whole
+from decodax.common.options import Count, Range, TokenId, Whole, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
@@ -92,16 +92,14 @@ class Cascade(Varies, Concludes, Paced):
         ValueError: a number out of its range, `max_new_tokens` above `longest`, or a policy that depends on the text.
     """
 
-    barrier: int
-    orders: int = 4
-    keep: int = 32
-    longest: int = 32
+    barrier: Whole
+    orders: Whole = 4
+    keep: Count = 32
+    longest: Annotated[int, Range(2)] = 32
     lengths: TargetLengths | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (("barrier", 0), ("orders", 0), ("keep", 1), ("longest", 2)):
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {low} or more")
+        check_options(type(self), vars(self))
 
     @property
     def traits(self) -> Traits:

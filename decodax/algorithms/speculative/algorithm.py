@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from decodax.algorithms.speculative.contracts import propose, verified
 from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.grown import Grown, Trimmed
-from decodax.algorithms.speculative.source import Draft, Shape, Source
+from decodax.algorithms.speculative.source import Draft, Shape, SharesBudget, Source
 from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import shown
@@ -94,8 +94,8 @@ class Speculative(LearnsFromPrompt):
 
     def _packing(self, rows: int, width: int) -> Packing:
         form = self.drafter.form
-        if form is not None and (budget := form.batch_budget) is not None:
-            return Packing((-(-(rows + budget) // 8) * 8,), bounded=True)
+        if isinstance(form, SharesBudget):
+            return Packing((-(-(rows + form.batch_budget) // 8) * 8,), bounded=True)
         return Packing(tuple(dict.fromkeys(-(-rows * width // share // 8) * 8 for share in (4, 2))))
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:

@@ -7,21 +7,26 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.nodes import Answer, Level
+from decodax.core.state import State
 from decodax.core.window import take
 
 
-def logits_by_depth(hidden: Array, depth: Array, logits: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Returns the hidden states `f[B, W, h]` and the logits `f32[B, W, V]` of nodes that depend on their depth alone.
+def answer_by_depth(hidden: Array, s: State, level: Level, logits: Callable[[Array], Array]) -> Answer:
+    """Returns the answer for nodes whose hidden states `f[B, W, h]` and logits `f32[B, W, V]` depend on their depth
+    alone.
 
     Nodes of one level have one depth, and its logits are then computed once.
 
     Args:
         hidden: `f[B, K, h]`, the hidden state of each depth; deeper nodes take the last one.
-        depth: `i32[B, W]`, depth of the nodes.
+        s: the decoding state.
+        level: the nodes.
         logits: maps hidden states to logits.
     """
+    depth = level.positions - s.length[:, None] + 1
     own = take(hidden, jnp.minimum(depth, hidden.shape[1] - 1))
-    return own, of_depths(depth, logits, own)
+    return Answer(of_depths(depth, logits, own), own)
 
 
 def of_depths(depth: Array, logits: Callable[..., Array], *nodes: Array) -> Array:

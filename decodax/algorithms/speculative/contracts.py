@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from decodax.algorithms.speculative.nodes import Answer
 from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.core.checks import array, instance, kind, pair
 from decodax.core.state import State
@@ -55,7 +56,7 @@ def answered(source: Any, method: str, given: Any, batch: int, width: int) -> tu
     """
     who = f"{type(source).__name__}.{method}"
     answer = pair(who, given, "the source's state and an Answer")[1]
-    if not hasattr(answer, "logits"):
+    if not isinstance(answer, Answer):
         raise TypeError(f"{who}: returned {kind(given)}, takes a pair, the source's state and an Answer")
     array(who, "logits", answer.logits, "f[B, w, V]", {"B": batch, "w": width})
     return given

@@ -28,6 +28,8 @@ class Drafter(Composed):
 
     cache_needs: ClassVar[frozenset[Feature]] = TREES
     free: ClassVar[bool] = False
+    # With `takes_gaps` and `unread` a member of every drafter: all trained heads answer them, of many papers, and the
+    # arms of every adaptive method ask for them.
     defers: ClassVar[bool] = False
 
     def for_vocabulary(self, size: int) -> Self:

@@ -351,12 +351,6 @@ class Shape(abc.ABC):
         """True if a node may have several children."""
         return not self.is_chain
 
-    @property
-    def batch_budget(self) -> int | None:
-        """Largest number of drafts that all rows of a batch have together in a round; None: no limit but that of the
-        window."""
-        return None
-
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         """Grows the draft tree of a round.
@@ -371,5 +365,14 @@ class Shape(abc.ABC):
         """
 
 
-__all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape", "Source",
-           "SourceAround", "fitted", "likeliest"]
+class SharesBudget(Shape):
+    """A shape whose trees share a budget of drafts of the whole batch."""
+
+    @property
+    @abc.abstractmethod
+    def batch_budget(self) -> int:
+        """Largest number of drafts that all rows of a batch have together in a round."""
+
+
+__all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape",
+           "SharesBudget", "Source", "SourceAround", "fitted", "likeliest"]

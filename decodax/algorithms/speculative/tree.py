@@ -16,8 +16,9 @@ from jax import Array
 
 from decodax.common.struct import Struct, struct
 from decodax.core.checks import array
-from decodax.core.types import PartialForward, Transfer
+from decodax.core.types import PartialForward
 from decodax.core.window import Window
+from decodax.models.drafters.hidden_transfer import Transfer
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
 """The ways to draw drafts for a verifier. "coupled": with the noise of the target's own draw (`decodax.sampling.draw`),

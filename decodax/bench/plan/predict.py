@@ -10,6 +10,9 @@ from typing import Any
 import jax
 
 from decodax import algorithms
+from decodax.algorithms.beams.beam_search import BeamSearch
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.heads.source import TrainedHead
 from decodax.bench.compare import PLAIN, Comparison
 from decodax.bench.plan.front import Plan, plan
@@ -161,8 +164,8 @@ class Trained:
     @classmethod
     def of(cls, lm: LM, algorithm: Any, capacity: int = 256) -> Trained | None:
         """Returns the costs of an algorithm's drafter beside `lm`, or None if it drafts in another way."""
-        draft = getattr(algorithm, "draft", None)
-        source = draft if isinstance(draft, TrainedHead) else getattr(draft, "source", None)
+        draft = algorithm.draft if isinstance(algorithm, Speculative | BeamSearch) else None
+        source = draft.source if isinstance(draft, AroundSource) else draft
         if not isinstance(source, TrainedHead):
             return None
         round_ = plan(lm, "v5e:1x1", batch=1, capacity=capacity, compile=False, algorithm=algorithm)[0]

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy import fft
 
-from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, own_entry
+from decodax.cache.dense import write_entries
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.caches.prefill.whole_prompt import Collected
 from decodax.caches.rotation import after_rotation, before_rotation, moved, rope_of
 from decodax.common.options import Count, Range, Whole, check_options
@@ -115,7 +116,7 @@ class FreqKVCache(KeyValues, PromptPhase):
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots - self.gone[:, None], -1)
-        kv = tuple(write(held, jnp.concatenate(entry, -1), to) for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, to)
         new = self.replace(kv=kv, count=jnp.maximum(self.count, to.max(1) + 1))
         full = new.count >= self.kind.size
         # a loop of one trip or none, since XLA copies what a conditional writes to

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KVConfig, KVLayer, Score
 from decodax.cache.slotted import empty_slots
 from decodax.caches.bounded.streaming_llm import StreamingLLMCache
@@ -167,7 +168,7 @@ class LessCache(StreamingLLMCache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
+        at, keys_at, held = window.positions, window.key_positions, self.positions[layer]
         options: dict[str, Any] = dict(scale=scale, key_positions=keys_at)
         is_first = lambda at: at < self.start_size
         mask = window.visible()
@@ -182,7 +183,7 @@ class LessCache(StreamingLLMCache):
                 slot_positions=jnp.where(is_first(held), held, -1), **options))
         parts = [(out.astype(jnp.float32), lse) for out, lse in parts]
         out, _ = merge(*parts, self._far(layer, q, k, v, mask, at, keys_at))
-        return out.astype(q.dtype), (k[:, -own:], v[:, -own:])
+        return out.astype(q.dtype), own_entry(q, k, v)
 
     def _far(self, layer: int, q: Array, k: Array, v: Array, mask: Array, at: Array,
              keys_at: Array) -> tuple[Array, Array]:
@@ -230,7 +231,7 @@ class LessCache(StreamingLLMCache):
         k, v, at = self._oldest(layer, min(slots.shape[1], self.recent_size))
         if slots.shape[1] > self.recent_size:        # some of the new ones leave the window at once
             k, v, at = (jnp.concatenate([old, new.astype(old.dtype)], 1) for old, new in zip(
-                (k, v, at), (*entry, jnp.where(slots >= self.start_size, slots, -1)), strict=True))
+                (k, v, at), (entry.keys, entry.values, jnp.where(slots >= self.start_size, slots, -1)), strict=True))
         psi = self.kind.kernels.layer(layer).psi(k)
         psi = jnp.where(((at >= 0) & (at < length - self.recent_size))[:, :, None, None], psi, 0)
         return self.states[layer] + jnp.einsum("bngr,bnge->bgre", psi, with_ones(v))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import KVLayer, Slotted, empty_slots
+from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KVConfig, Score
 from decodax.caches.rotation import moved
 from decodax.common.options import Count, Whole, check_options
@@ -50,7 +51,7 @@ class StreamingLLMCache(Slotted):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
+        at, keys_at, held = window.positions, window.key_positions, self.positions[layer]
         near = self.recent_size if sliding is None else min(self.recent_size, sliding)
 
         def part(q: Array, first: bool, sliding: int | None) -> tuple[Array, Array]:
@@ -63,7 +64,7 @@ class StreamingLLMCache(Slotted):
         # from a position in the text to its place in the cache
         back = jnp.minimum(at, self.start_size + self.recent_size - 1) - at
         out, _ = merge(part(q, False, near), part(moved(self.shapes[layer], q, back), True, None))
-        return out, (k[:, -own:], v[:, -own:])
+        return out, own_entry(q, k, v)
 
 
 @CACHES.register("streaming-llm", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",

@@ -25,17 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense_like, write
-from decodax.cache.key_values import (
-    KeyValues,
-    KVConfig,
-    KVLayer,
-    Score,
-    empty_kv,
-    key_widths,
-    own_entry,
-    refuse_prefill,
-)
+from decodax.cache.dense import Dense, dense_like, write_entries
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, refuse_prefill
 from decodax.cache.wrapper import Wrapper
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
@@ -190,7 +182,7 @@ class SubGenCache(KeyValues, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill(self.kind.name, window)
+        refuse_prefill(self.kind.name, window.is_prefill)
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)
@@ -214,7 +206,7 @@ class SubGenCache(KeyValues, PromptPhase):
         if not self.kv:
             return self
         to = jnp.where(slots >= 0, slots % self.kind.slots, -1)
-        kv = tuple(write(held, jnp.concatenate(entry, -1), to) for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, to)
         new = self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
         full = new.length - new.done >= self.kind.slots
         # a loop of one trip or none, since XLA copies what a conditional writes to

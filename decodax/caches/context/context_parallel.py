@@ -25,7 +25,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
 from decodax.caches.context.ring import Keys, Mode, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
 from decodax.common.axes import CONTEXT, DATA, MODEL, free_axes, shardwise
 from decodax.common.options import Count, Positive, check_options
@@ -239,7 +240,7 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
             return self
         own, to = self.places.part(slots), jnp.where(slots >= 0, self.places.slot(slots), -1)
         put = self._put(own, to, slots.shape[1])
-        kv = tuple(put(held, jnp.concatenate(entry, -1)) for held, entry in zip(self.kv, entries, strict=True))
+        kv = tuple(put(held, entry.both) for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def _put(self, own: Array, to: Array, width: int) -> Any:

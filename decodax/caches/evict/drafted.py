@@ -73,14 +73,14 @@ class DraftedConfig(CacheConfig):
                              "with the same tokenizer, as decodax.load gives it")
         return cls(kind, draft, name)
 
-    def put_on(self, lm: Any) -> Any:
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
         network, weights = network_of(self.draft)
         if weights is None:
             raise ValueError(f"draft: got a bare {type(self.draft).__name__}, takes a model with its weights, as "
                              "decodax.load gives it")
         reads = self.draft.vocab_size if isinstance(self.draft, Loaded) else None
         model = Paired(lm.model.with_cache(self.kind.of_model(lm)), Resized(network, reads, lm.vocab_size))
-        return dataclasses.replace(lm, model=model, params=(lm.params, weights))
+        return model, (lm.params, weights)
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:

@@ -22,7 +22,8 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, key_widths, own_entry, refuse_prefill
+from decodax.cache.entry import AskedEntry, KVEntry, MeasuredEntry, own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, key_widths, refuse_prefill
 from decodax.cache.packed_heads import SEGMENT, segment_attention, segments_of, slots_of, unpack
 from decodax.cache.scratch import Scratch
 from decodax.caches.evict.compaction import compacted, held_of
@@ -124,7 +125,7 @@ class Evicting(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if not self.whole:
-            refuse_prefill(self.kind.name, window)
+            refuse_prefill(self.kind.name, window.is_prefill)
         score = self.kind.selection.score
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
@@ -142,13 +143,15 @@ class Evicting(KeyValues, PromptPhase):
             options["slot_positions"] = positions
         if self.whole and score.reads == "attention":
             out, sums = window_attention_lse(*given, **options)
-            return out, (*own_entry(q, k, v), q * scale, sums)
+            own = own_entry(q, k, v)
+            return out, MeasuredEntry(own.keys, own.values, q * scale, sums)
         return window_attention(*given, **options), self._entry(q, k, v, scale)
 
-    def _entry(self, q: Array, k: Array, v: Array, scale: float) -> PyTree:
+    def _entry(self, q: Array, k: Array, v: Array, scale: float) -> KVEntry:
         score = self.kind.selection.score
         asks = self._chooses and (score.latest or score.reads == "queries")
-        return *own_entry(q, k, v), *([q * scale] if asks else [])
+        own = own_entry(q, k, v)
+        return AskedEntry.of(own, q * scale) if asks else own
 
     @property
     def _chooses(self) -> bool:
@@ -176,7 +179,7 @@ class Evicting(KeyValues, PromptPhase):
         put = jax.vmap(jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop")))
         rank = jnp.cumsum(wanted, 1, dtype=jnp.int32) - 1
         number = wanted.sum(1, dtype=jnp.int32)
-        both = jnp.concatenate(entry[:2], -1)
+        both = entry.both
         if starts is not None:
             to = jnp.where(wanted[:, None], jax.vmap(slots_of)(starts, count[:, :, None] + rank[:, None]), held[0].size)
             flat = lambda x: x.reshape(B, -1, *x.shape[3:])
@@ -197,13 +200,13 @@ class Evicting(KeyValues, PromptPhase):
             newest = jnp.maximum(slots.max(1), self.length - 1)[:, None]
             at = jnp.where(wanted & (slots > newest - w), slots % w, w)
             queries = jax.vmap(lambda ring, new, at: ring.at[:, at].set(new.astype(ring.dtype), mode="drop"))(
-                queries, entry[2].swapaxes(1, 2), at)
+                queries, entry.queries.swapaxes(1, 2), at)
         if (self.whole and score.reads == "attention") or (self._chooses and score.reads == "queries"):
             seen = (kv, held) if starts is None else self.replace(
                 kv=(kv,), positions=(held,), starts=(starts,), count=(count + number[:, None],)).heads(0)
-            sums = entry[3] if score.reads == "attention" else jnp.zeros(entry[2].shape[:3], jnp.float32)
+            sums = entry.sums if score.reads == "attention" else jnp.zeros(entry.queries.shape[:3], jnp.float32)
             gathered = score.gather(self.shapes[layer], gathered, Taken(
-                queries=entry[2], sums=sums, positions=slots, kv=seen[0], held=seen[1]))
+                queries=entry.queries, sums=sums, positions=slots, kv=seen[0], held=seen[1]))
         return kv, held, count + number[:, None], queries, gathered
 
     def _chosen(self, rows: Array) -> Evicting:

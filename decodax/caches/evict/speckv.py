@@ -75,7 +75,7 @@ class DraftQueries(TokenScore):
         out = own.apply(params, window, cache)
         at = jnp.where(live, window.positions, -1)
         f32 = lambda x: x.astype(jnp.float32)
-        return [gathered.replace(rest=(f32(entry[0]), f32(entry[2]), at))
+        return [gathered.replace(rest=(f32(entry.keys), f32(entry.queries), at))
                 for gathered, entry in zip(cache.gathered, out.entries, strict=True)]
 
     def __call__(self, held: HeldLayer) -> Array:

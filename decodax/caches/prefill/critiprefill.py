@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer, Score
 from decodax.caches.prefill.whole_prompt import (
     PrefillConfig,
@@ -73,7 +74,7 @@ class CriticalReader(WholePromptReader):
         whole = lambda: base.attend(layer, q, k, v, window, scale=scale, **options)[0]
         few = base.capacity // kind.block_size < kind.blocks
         if layer < kind.skip or self.shapes[layer].sliding is not None or few:
-            return whole(), (k, v)
+            return whole(), KVEntry(k, v)
         kv, P = base.kv[layer], kind.block_size
         B, G, S, _ = kv.shape
         blocks = S // P
@@ -94,7 +95,7 @@ class CriticalReader(WholePromptReader):
         nothing = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros((B, G, blocks), jnp.float32)
         part, self.before = lax.cond(self.sparse.any(), some, lambda: nothing)
         full = lax.cond((~self.sparse).any(), whole, lambda: nothing[0])
-        return jnp.where(self.sparse[:, None, None, None], part.astype(q.dtype), full), (k, v)
+        return jnp.where(self.sparse[:, None, None, None], part.astype(q.dtype), full), KVEntry(k, v)
 
 
 @struct

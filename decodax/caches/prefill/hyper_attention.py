@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer, Score
 from decodax.caches.prefill.whole_prompt import (
     PrefillConfig,
@@ -137,10 +138,10 @@ class Halves(WholePromptReader):
                **options: Any) -> tuple[Array, PyTree]:
         kind, N = self.kind, q.shape[1]
         if layer < kind.skip or self.shapes[layer].sliding is not None or N < 2 * kind.min_seq_len:
-            return self._within(q, k, v, N, scale=scale, **options)[0].astype(q.dtype), (k, v)
+            return self._within(q, k, v, N, scale=scale, **options)[0].astype(q.dtype), KVEntry(k, v)
         near = self._within(q, k, v, kind.min_seq_len, scale=scale, sinks=options.get("sinks"))
         out, _ = self._far(layer, q, k, v, near, scale)
-        return out.astype(q.dtype), (k, v)
+        return out.astype(q.dtype), KVEntry(k, v)
 
     def _within(self, q: Array, k: Array, v: Array, segment: int, **options: Any) -> Part:
         """Returns exact causal attention within each segment of `segment` tokens."""

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer, no_key_values, refuse_latents
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
@@ -44,10 +45,9 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.models.phd import Phd
+from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import BLOCK
-
-KeysAndValues = Sequence[tuple[Array, Array]]
-"""Keys `f[B, W, G, d]` and values `f[B, W, G, e]` of each layer."""
 
 
 @struct
@@ -83,10 +83,10 @@ class KVMaps(Struct):
                 if got.shape != takes:
                     raise ValueError(f"maps: got {name} {list(got.shape)} for layer {i}, takes {list(takes)}")
 
-    def predicted(self, of: Sequence[KVLayer], to: Sequence[KVLayer], entries: KeysAndValues,
-                  positions: Array) -> list[tuple[Array, Array]]:
-        """Returns a pair of predicted keys `f32[B, W, G, d]`, not rotated yet, and values `f32[B, W, G, e]` for each
-        layer of the target model.
+    def predicted(self, of: Sequence[KVLayer], to: Sequence[KVLayer], entries: Sequence[KVEntry],
+                  positions: Array) -> list[KVEntry]:
+        """Returns predicted keys `f32[B, W, G, d]`, not rotated yet, and values `f32[B, W, G, e]` for each layer of
+        the target model.
 
         Args:
             of: shapes of the layers of the auxiliary model.
@@ -96,17 +96,17 @@ class KVMaps(Struct):
         """
         found = []
         for layer, shape, *maps in zip(self.layers, to, self.keys, self.values, strict=True):
-            k, v = (x.astype(jnp.float32) for x in entries[layer])
+            k, v = (x.astype(jnp.float32) for x in (entries[layer].keys, entries[layer].values))
             both = [affine(x.reshape(*positions.shape, -1), each).reshape(*positions.shape, shape.heads, -1)
                     for x, each in zip((turned(of[layer], k, -positions), v), maps, strict=True)]
-            found.append((both[0], both[1]))
+            found.append(KVEntry(*both))
         return found
 
 
-def placed(to: Sequence[KVLayer], kv: KeysAndValues, positions: Array) -> list[tuple[Array, Array]]:
+def placed(to: Sequence[KVLayer], kv: Sequence[KVEntry], positions: Array) -> list[KVEntry]:
     """Rotates the keys in `kv`, a result of `KVMaps.predicted`, to `positions` (`i32[B, W]`), and returns keys and
     values as the cache stores them."""
-    return [(rotated(shape, k, positions), v) for shape, (k, v) in zip(to, kv, strict=True)]
+    return [KVEntry(rotated(shape, own.keys, positions), own.values) for shape, own in zip(to, kv, strict=True)]
 
 
 @struct
@@ -178,11 +178,10 @@ class FromAuxiliary(DraftedConfig):
 
     maps: KVMaps
 
-    def put_on(self, lm: Any) -> Any:
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
         self.maps.check(*both_layers(lm, self.draft))
-        made = super().put_on(lm)
-        own, weights = made.params
-        return dataclasses.replace(made, params=(own, (weights, self.maps)))
+        model, (own, weights) = super().wrap_model(lm)
+        return model, (own, (weights, self.maps))
 
 
 @CACHES.register("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
@@ -215,7 +214,7 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
         taken(name, each, Loaded, "a model with its weights, as decodax.load gives it")
         if each.diffusion is not None:
             raise ValueError(f"{name}: got {each.name!r}, which fills masks, takes one that reads from left to right")
-        if getattr(getattr(each.model, "config", None), "shared", False):
+        if isinstance(each.model, Transformer | Phd) and each.model.config.shared:
             raise ValueError(f"{name}: got a model with layers that read the keys and values of others, takes one "
                              "whose layers have their own")
         layers = _layers(each.model)
@@ -223,7 +222,7 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
             raise ValueError(f"{name}: got a model with dual chunk attention, takes one without: its keys cannot be "
                              "turned back to position 0")
         found.append(layers)
-    ours, theirs = getattr(lm, "tokenizer", None), getattr(auxiliary, "tokenizer", None)
+    ours, theirs = lm.tokenizer, auxiliary.tokenizer
     if ours is not None and theirs is not None:
         if not _same_tokens(ours, theirs):
             raise ValueError(f"auxiliary: got {auxiliary.name!r}, whose tokens are not those of {lm.name!r}; takes a "

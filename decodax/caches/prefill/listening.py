@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.common.struct import struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.pallas_kernels.window_attention import Bias, window_attention
@@ -48,19 +49,19 @@ class Passing(Cache):
 @struct
 class Listening(Passing):
     """A cache that stores nothing and shows the keys and values of each layer to its caller: the entries that the model
-    returns are pairs of keys `f[B, W, G, d]` and values `f[B, W, G, e]`.
+    returns are `KVEntry`.
 
     Attributes:
-        added: pairs that are added to the keys and values of each layer, to compute gradients with respect to keys and
+        added: arrays that are added to the keys and values of each layer, to compute gradients with respect to keys and
             values; `()`: none.
     """
 
-    added: tuple[tuple[Array, Array], ...] = ()
+    added: tuple[KVEntry, ...] = ()
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None,
               sinks: Array | None = None) -> tuple[Array, PyTree]:
         if self.added:
-            k, v = k + self.added[layer][0], v + self.added[layer][1]
+            k, v = k + self.added[layer].keys, v + self.added[layer].values
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
-                                softcap=softcap, bias=bias, sinks=sinks), (k, v)
+                                softcap=softcap, bias=bias, sinks=sinks), KVEntry(k, v)

@@ -34,6 +34,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from decodax.cache.dense import Dense, write
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.vertical_slash import last_weights, pattern, sparse_attention, step_of
 from decodax.caches.prefill.whole_prompt import PrefillConfig, SparsePrefill, WholePromptReader, segment, slots_of
@@ -99,7 +100,7 @@ class SegmentReader(WholePromptReader):
         step = step_of(q.shape[1], kind.block_size)
         whole = lambda stop: _whole(q, k, v, held, self.start, stop, step=step, **options)
         if sparse is None or sliding is not None or held.shape[2] <= kind.block_size:
-            return whole(self.stop.max()), (k, v)
+            return whole(self.stop.max()), KVEntry(k, v)
         if softcap is not None or not (bias is None or isinstance(bias, FixedBias)):
             raise ValueError(f"cache: {kind.name} scores columns and diagonals by queries and keys; takes a model "
                              "without a soft cap of its attention scores, or a bias that tells heads apart")
@@ -111,7 +112,7 @@ class SegmentReader(WholePromptReader):
         # a segment in which no row reads a part, or no row reads everything, takes less time
         nothing = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
         some = lax.cond(sparse.any(), part, lambda: nothing)
-        return jnp.where(sparse[:, None, None, None], some, whole(jnp.where(sparse, 0, self.stop).max())), (k, v)
+        return jnp.where(sparse[:, None, None, None], some, whole(jnp.where(sparse, 0, self.stop).max())), KVEntry(k, v)
 
 
 def _whole(q: Array, k: Array, v: Array, held: Array, start: Array, stop: Array, *, step: int,

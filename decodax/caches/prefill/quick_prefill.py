@@ -88,7 +88,7 @@ class QuickPrefillCache(ReadAtOnce, Slotted):
             read = jnp.where(live & jnp.isfinite(out.hidden).all((1, 2), where=live[..., None])[:, None],
                              window.positions, -1)
             leaves = start + group <= length + 1 - self.kind.recent
-            chosen = [jnp.where(~leaves[:, None] | smallest(entry[0], self.kind.kept), read, -1)
+            chosen = [jnp.where(~leaves[:, None] | smallest(entry.keys, self.kind.kept), read, -1)
                       for entry in out.entries]
             return held._with(out.entries, chosen, read)
 

@@ -183,7 +183,7 @@ class SpecPCConfig(FittedConfig, PaperConfig):
                 paid = jax.nn.softmax(scores, axis=-1, where=seen)[..., :n] * jnp.where(live, share, 0)[:, None]
                 return paid.max((0, 1, 2)) if self.reduction_type == "max" else paid.sum((0, 1, 2))
 
-            found.append(lax.map(one, (base.base.kv[layer], entry[2], window.positions, window.live, share)))
+            found.append(lax.map(one, (base.base.kv[layer], entry.queries, window.positions, window.live, share)))
         paid = jnp.stack(found)
         return paid.max(0) if self.reduction_type == "max" else paid.sum(0), base, out
 

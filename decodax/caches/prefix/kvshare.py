@@ -24,14 +24,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, own_entry
+from decodax.cache.dense import Dense, write, write_entries
+from decodax.cache.entry import KVEntry, own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import LoadsPrefix, PromptPhase, ReadPrompt, Refreshes
 from decodax.core.window import Window, each_node
 from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_attention, window_attention_lse
+
+
+@struct
+class CheckedEntry(KVEntry):
+    """Keys and values of a window's own nodes in the layer whose attention is measured.
+
+    Attributes:
+        weights: `f32[B, W, S]`, the attention of each node to each token, averaged over heads.
+    """
+
+    weights: Array
 
 
 @struct
@@ -92,7 +104,7 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
         weights = lax.cond(self.left.any(), lambda: self._weights(layer, q, lse, window.positions, scale, sliding,
                                                                   softcap),
                            lambda: jnp.zeros((*q.shape[:2], self.capacity), jnp.float32))
-        return out, (*entry, weights)
+        return out, CheckedEntry(entry.keys, entry.values, weights)
 
     def _weights(self, layer: int, q: Array, lse: Array, at: Array, scale: float, sliding: int | None,
                  softcap: float | None) -> Array:
@@ -105,11 +117,10 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
     def commit(self, entries: Entries, slots: Array) -> KVShareCache:
         if not self.kv:
             return self
-        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
-                   for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, slots)
         took = slots >= 0
         # rows that commit more than one token have none left to recompute
-        given = jnp.where(took[..., None], entries[self.kind.check][2], 0).sum(1)
+        given = jnp.where(took[..., None], entries[self.kind.check].weights, 0).sum(1)
         attention = jnp.where(took.any(1)[:, None], self.kind.past * self.attention + given, self.attention)
         return self.replace(kv=kv, attention=attention, asked=self.asked | took.any(1),
                             length=jnp.maximum(self.length, slots.max(1) + 1))
@@ -126,7 +137,7 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
         out = text.model.apply(text.params, window, held)
         fine = live & jnp.isfinite(out.hidden).all(-1)
         put = held.replace(at=jnp.where(fine, at, -1))
-        kv = tuple(put.over(layer, *entry) for layer, entry in enumerate(out.entries))
+        kv = tuple(put.over(layer, entry.keys, entry.values) for layer, entry in enumerate(out.entries))
         # tokens that are not finite are not tried again
         done = jax.vmap(lambda change, at: change.at[at].set(0, mode="drop"))(
             self.change, jnp.where(live, at, self.capacity))
@@ -167,7 +178,7 @@ class Replacing(KeyValues):
         out = window_attention(q, new[..., :d], new[..., d:], seen | (slots == 0), window.positions, scale=scale,
                                sliding=sliding, softcap=softcap, bias=bias, sinks=sinks,
                                key_positions=jnp.broadcast_to(slots, (len(q), len(slots))))
-        return out, (k, v)
+        return out, KVEntry(k, v)
 
     def commit(self, entries: Entries, slots: Array) -> Replacing:
         raise NotImplementedError("recomputed tokens are written by the cache that asked for them")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.hadamard import rotation
+
 
 def hadamard(width: int) -> np.ndarray:
-    """Returns the Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order; it is orthonormal and its own
-    inverse.
+    """Returns the Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order, for a power of two; it is orthonormal
+    and its own inverse.
 
     >>> (hadamard(2) * 2 ** 0.5).round().tolist()
     [[1.0, 1.0], [1.0, -1.0]]
     """
-    h = np.ones((1, 1))
-    while len(h) < width:
-        h = np.block([[h, h], [h, -h]])
-    return (h / math.sqrt(width)).astype(np.float32)
+    return rotation(width).astype(np.float32)
 
 
 def transformed(x: Array, width: int) -> Array:

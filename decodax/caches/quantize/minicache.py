@@ -22,7 +22,8 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper
 from decodax.cache.dense import dense_like
-from decodax.cache.key_values import FittedConfig, Score, empty_kv, own_entry, refuse_prefill
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import FittedConfig, Score, empty_kv, refuse_prefill
 from decodax.cache.tail import Tail
 from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES
@@ -111,7 +112,7 @@ class MiniCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("minicache", window)
+        refuse_prefill("minicache", window.is_prefill)
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         prompt = prefix_attention(q, window.positions, self.of_prompt(layer), self.start, **options)
         out, _ = merge(self.attend_tail(layer, q, k, v, window, sinks=sinks, **options), prompt)

@@ -25,7 +25,8 @@ from jax import Array, lax
 
 from decodax.cache import KVLayer
 from decodax.cache.dense import dense_like
-from decodax.cache.key_values import FittedConfig, Score, own_entry, refuse_prefill
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import FittedConfig, Score, refuse_prefill
 from decodax.cache.tail import Tail
 from decodax.caches.asking import AskingDense
 from decodax.caches.quantize.quantized import BLOCK
@@ -167,7 +168,7 @@ class QAQCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("qaq", window)
+        refuse_prefill("qaq", window.is_prefill)
         at = window.positions
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap, sinks=sinks)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]
@@ -216,7 +217,7 @@ class PromptToEncode(AskingDense):
         newest = jnp.maximum(self.base.length, slots.max(1) + 1)[:, None]
         to = jnp.where((slots >= 0) & (slots >= newest - n), slots % n, n)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
-        queries = tuple(put(held, entry[2], to) for held, entry in zip(self.queries, entries, strict=True))
+        queries = tuple(put(held, entry.queries, to) for held, entry in zip(self.queries, entries, strict=True))
         return super().commit(entries, slots).replace(queries=queries)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
-from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig, Score, own_entry, refuse_prefill
+from decodax.cache.dense import write_entries
+from decodax.cache.entry import AskedEntry, own_entry
+from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
@@ -85,7 +86,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill(self.kind.name, window)
+        refuse_prefill(self.kind.name, window.is_prefill)
         kind, gone = self.kind, self.gone[:, None]
         at = window.positions - gone
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
@@ -120,8 +121,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
         if not self.rest:
             return self
         to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % self.kind.ring, -1)
-        rest = tuple(write(held, jnp.concatenate(entry[:2], -1), to) for held, entry in
-                     zip(self.rest, entries, strict=True))
+        rest = write_entries(self.rest, entries, to)
         new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
         full = (new.length > self.length) & (new.held - (self.held - self.whole) == self.kind.ring)
         # a loop of one trip or none, since XLA copies what a conditional writes to
@@ -225,13 +225,13 @@ class PromptToQuantize(Wrapper, LoadsPrefix):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
-        return out, (*entry, q) if self._gathers else entry
+        return out, AskedEntry.of(entry, q) if self._gathers else entry
 
     def commit(self, entries: Entries, slots: Array) -> PromptToQuantize:
-        base = self.base.commit([entry[:2] for entry in entries], slots)
+        base = self.base.commit([entry.pair for entry in entries], slots)
         if not self._gathers:
             return self.replace(base=base)
-        gathered = tuple(self.kind.codec.gather(shape, own, entry[2], slots >= 0)
+        gathered = tuple(self.kind.codec.gather(shape, own, entry.queries, slots >= 0)
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 

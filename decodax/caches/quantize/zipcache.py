@@ -25,7 +25,8 @@ from jax import Array, lax
 
 from decodax.cache import KVLayer
 from decodax.cache.dense import dense_like, write
-from decodax.cache.key_values import KVConfig, Score, own_entry, refuse_prefill
+from decodax.cache.entry import MeasuredEntry, own_entry
+from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.cache.tail import Tail
 from decodax.caches.asking import AskingDense
 from decodax.caches.quantize.codecs import pack, unpack
@@ -164,12 +165,13 @@ class ZipCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("zipcache", window)
+        refuse_prefill("zipcache", window.is_prefill)
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, sinks=sinks)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)
         out, sums = so_far
-        return out, (*own_entry(q, k, v), q * scale, sums)
+        entry = own_entry(q, k, v)
+        return out, MeasuredEntry(entry.keys, entry.values, q * scale, sums)
 
     def _walk(self, own: Grade, which: int, q: Array, at: Array, scale: float,
               so_far: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -200,8 +202,8 @@ class ZipCacheCache(Tail, PromptPhase):
         new = super().commit(entries, slots)
         full = (new.length > self.length) & (new.length - new.start == self.kind.stream_gap)
         newest = jnp.argmax(slots, 1)
-        asked = tuple(tuple(jnp.take_along_axis(x, newest.reshape(-1, *[1] * (x.ndim - 1)), 1)[:, 0] for x in entry[2:])
-                      for entry in entries)
+        of_newest = lambda x: jnp.take_along_axis(x, newest.reshape(-1, *[1] * (x.ndim - 1)), 1)[:, 0]
+        asked = tuple((of_newest(entry.queries), of_newest(entry.sums)) for entry in entries)
         # a loop of one trip or none, since XLA copies what a conditional writes to
         once = lambda c: (jnp.zeros((), bool), c[1]._written(full, asked))
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
@@ -263,7 +265,7 @@ class PromptToQuantizeBySalience(AskingDense):
     kind: ZipCacheConfig = static()
 
     def commit(self, entries: Entries, slots: Array) -> PromptToQuantizeBySalience:
-        queries = tuple(write(held, entry[2], slots) for held, entry in zip(self.queries, entries, strict=True))
+        queries = tuple(write(held, entry.queries, slots) for held, entry in zip(self.queries, entries, strict=True))
         return super().commit(entries, slots).replace(queries=queries)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]

@@ -129,9 +129,9 @@ class A2ATSCache(SparseCache):
         if not self.kv:
             return self
         codes = []
-        for layer, (own, (k, _)) in enumerate(zip(self.codes, entries, strict=True)):
+        for layer, (own, entry) in enumerate(zip(self.codes, entries, strict=True)):
             if own is not None:
-                keys = turned(self.shapes[layer], k.astype(jnp.float32), -slots).swapaxes(1, 2)
+                keys = turned(self.shapes[layer], entry.keys.astype(jnp.float32), -slots).swapaxes(1, 2)
                 new = jax.vmap(lambda keys, layer=layer: self.kind.books.codes(layer, keys))(keys)
                 own = write(own, new.swapaxes(1, 2)[..., None].astype(own.dtype), slots)
             codes.append(own)

@@ -35,7 +35,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVLayer, own_entry
+from decodax.cache.entry import KVEntry, MeasuredEntry, own_entry
+from decodax.cache.key_values import KVLayer, refuse_prefill
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, WholePromptReader, padded, segment, slots_of
 from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.activations import LONGEST, Activations, cosines, density, divided
@@ -47,6 +48,17 @@ from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
+
+
+@struct
+class ActQKVEntry(MeasuredEntry):
+    """Keys, values, scaled queries and softmax sums of a window's own nodes, with the density of their scores.
+
+    Attributes:
+        density: `f32[B, W]`, the density of the scores of blocks; -1 where too few blocks exist.
+    """
+
+    density: Array
 
 
 @struct
@@ -95,7 +107,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         if blocks is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
-        kind.check_prompt(window.is_prefill)
+        refuse_prefill(kind.name, window.is_prefill)
         if k.shape[1] > kind.room:
             raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
                              f"{k.shape[1]}; takes room={k.shape[1]} or more")
@@ -106,7 +118,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         read = functools.partial(each, self.kv[layer], blocks, self.densities, self.sampled, self.length)
         *far, found = each_node(read, scale * asked, far, at)
         out, lse = merge(near, tuple(far))
-        return out, (*entry, scale * asked, lse, found)
+        return out, ActQKVEntry(entry.keys, entry.values, scale * asked, lse, found)
 
     def _read(self, layer: int, kv: Array, blocks: Array, densities: Array, sampled: Array, length: Array, q: Array,
               far: Array, at: Array) -> tuple[Array, Array, Array]:
@@ -168,9 +180,10 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         for layer, (kv, own, was, entry) in enumerate(zip(new_cache.kv, self.blocks, self.paid, entries, strict=True)):
             if own is not None and was is not None:
                 d = self.widths[layer]
-                was = jax.vmap(lambda *row, d=d: self._received(d, *row))(was, kv, length, slots, *entry[2:4])
+                was = jax.vmap(lambda *row, d=d: self._received(d, *row))(was, kv, length, slots, entry.queries,
+                                                                          entry.sums)
                 own = self._described(layer, own, kv, was, length, slots.shape[1])
-                found.append(entry[4])
+                found.append(entry.density)
             blocks.append(own)
             paid.append(was)
         densities, sampled = self.densities, self.sampled
@@ -235,7 +248,7 @@ class ProbingWindow(WholePromptReader):
         blocks, kv = base.blocks[layer], base.kv[layer]
         given = q, k, v, window.visible(), window.positions
         if blocks is None:
-            return base.attend_all(layer, q, k, v, window, scale=scale, sinks=sinks, **options), (k, v)
+            return base.attend_all(layer, q, k, v, window, scale=scale, sinks=sinks, **options), KVEntry(k, v)
         B, W, H, d = q.shape
         asked = q.astype(jnp.float32)
         far = kind.at_one_distance(base.shapes[layer], asked, window.positions).reshape(B, W, -1)
@@ -249,7 +262,7 @@ class ProbingWindow(WholePromptReader):
         out, lse = window_attention_lse(*given, some, slot_positions=at, scale=scale, sinks=sinks,
                                         key_positions=window.key_positions)
         last = jnp.arange(W) == window.live.sum(1, keepdims=True) - 1
-        return out, (k, v, scale * asked, lse, jnp.where(last, found[:, None], -1))
+        return out, ActQKVEntry(k, v, scale * asked, lse, jnp.where(last, found[:, None], -1))
 
 
 @CACHES.register("act-qkv",

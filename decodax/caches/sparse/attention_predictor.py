@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense_like, write
-from decodax.cache.key_values import KVLayer, own_entry
+from decodax.cache.entry import AskedEntry, KVEntry, own_entry
+from decodax.cache.key_values import KVLayer, refuse_prefill
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.sparse.attention_net import AttentionNet, expected
@@ -53,6 +54,17 @@ def pooled(weights: Array, at: Array, blocks: int, block: int) -> Array:
     """
     where = jnp.where(at >= 0, at // block, blocks)
     return jnp.zeros(blocks, jnp.float32).at[where].max(weights, mode="drop")
+
+
+@struct
+class PooledEntry(KVEntry):
+    """Keys and values of a window's own nodes, with the attention that they give.
+
+    Attributes:
+        weights: `f32[B, W, H, n]`, the largest weight in each block of the text.
+    """
+
+    weights: Array
 
 
 @struct
@@ -94,7 +106,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
-        self.kind.check_prompt(window.is_prefill)
+        refuse_prefill(self.kind.name, window.is_prefill)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         at = self._read(layer)
@@ -105,7 +117,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
             row = jnp.where(now[:, :, None, None], whole, row)
             # the output must depend on it, or XLA on CPU copies the cache at a commit to protect its readers
             out = jnp.where(jnp.isfinite(row).all(-1, keepdims=True), out, jnp.nan)
-        return out.astype(v.dtype), (*entry, row)
+        return out.astype(v.dtype), PooledEntry(entry.keys, entry.values, row)
 
     def _read(self, layer: int) -> Array:
         """Returns the slots that the heads of each row attend to, without duplicates, `i32[B, H, n]`; -1: none."""
@@ -185,7 +197,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
             return self
         new = super().commit(entries, slots)
         length, places = new.length, ring(slots, new.length, self.kind.history)
-        new = new.replace(images=tuple(None if image is None else write(image, entry[2], places)
+        new = new.replace(images=tuple(None if image is None else write(image, entry.weights, places)
                                        for image, entry in zip(self.images, entries, strict=True)))
         if all(x is None for x in self.chosen):
             return new
@@ -258,12 +270,12 @@ class PromptToPredict(Wrapper):
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         if self.queries[layer] is None:
             return out, entry
-        return out, (*entry, q * options["scale"])
+        return out, AskedEntry.of(entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> PromptToPredict:
-        base = self.base.commit([entry[:2] for entry in entries], slots)
+        base = self.base.commit([entry.pair for entry in entries], slots)
         places = ring(slots, base.length, self.kind.history)
-        queries = tuple(None if old is None else write(old, entry[2], places)
+        queries = tuple(None if old is None else write(old, entry.queries, places)
                         for old, entry in zip(self.queries, entries, strict=True))
         return self.replace(base=base, queries=queries)
 

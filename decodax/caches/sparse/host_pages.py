@@ -98,7 +98,7 @@ class HostPageCache(PageCache):
         pages: list[Array | None] = []
         held, digests = [], []
         for layer, (entry, old, ring) in enumerate(zip(entries, self.pages, self.kv, strict=True)):
-            new = jnp.concatenate(entry, -1).astype(ring.dtype)
+            new = entry.both.astype(ring.dtype)
             if old is None:
                 pages.append(None)
                 held.append(write(ring, new, slots))

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
+from decodax.cache.entry import AskedEntry, own_entry
 from decodax.cache.key_values import FittedConfig, KVLayer
 from decodax.caches.sparse.clusters import Clusters, cluster_places, prompt_clusters
 from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_at
@@ -74,6 +75,19 @@ class RetrievedLayer(Struct):
 
 
 @struct
+class LouisKVEntry(AskedEntry):
+    """Keys, values and queries (`f32`, not scaled) of a window's own nodes.
+
+    Attributes:
+        boundary: `bool[B, W]`, nodes that begin a segment.
+        chosen: `i32[B, W, G, n]`, the slots that they choose; -1: none.
+    """
+
+    boundary: Array
+    chosen: Array
+
+
+@struct
 class LouisKVCache(IndexedCache):
     """All tokens, and for each layer its clusters, segments and last choice.
 
@@ -100,7 +114,7 @@ class LouisKVCache(IndexedCache):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own, held = k.shape[1] - q.shape[1], self.retrieved[layer]
-        entry = k[:, own:], v[:, own:]
+        entry = own_entry(q, k, v)
         if self.is_dense(layer, window.is_prefill):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
@@ -109,26 +123,27 @@ class LouisKVCache(IndexedCache):
             raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a method that does "
                              "not read a token twice")
         at, before, f32 = window.positions, window.before, q.astype(jnp.float32)
-        with_before = lambda i, x: x if before is None else jnp.concatenate([before[i], x], 1)
+        with_before = lambda name, x: x if before is None else jnp.concatenate([getattr(before, name), x], 1)
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         key_at = window.key_positions[:, None]
         parent = seen & (key_at == at[..., None] - 1)
-        previous = jnp.where(parent.any(-1)[..., None, None], take(with_before(2, f32), parent.argmax(-1)),
+        previous = jnp.where(parent.any(-1)[..., None, None], take(with_before("queries", f32), parent.argmax(-1)),
                              held.queries[:, None])
         boundary = (likeness(previous, f32) < self.kind.tau) | (at == self.prompt[:, None])
         choose = lambda: self._chosen(held, f32 * scale, at)
         chosen = lax.cond(boundary.any(), choose, lambda: jnp.full((*q.shape[:2], *held.chosen.shape[1:]), -1,
                                                                    jnp.int32))
-        turned = seen & with_before(3, boundary)[:, None]
+        turned = seen & with_before("boundary", boundary)[:, None]
         last = jnp.where(turned, key_at, -1).argmax(-1)
-        reads = jnp.where(turned.any(-1)[..., None, None], take(with_before(4, chosen), last), held.chosen[:, None])
+        reads = jnp.where(turned.any(-1)[..., None, None], take(with_before("chosen", chosen), last),
+                          held.chosen[:, None])
         near = window_attention_lse(q, k, v, window.visible(), at, scale=scale, key_positions=window.key_positions,
                                     sinks=sinks)
         each = jax.vmap(lambda kv, starts, newest, length, prompt, q, at, reads: self._read(
             layer, (kv, starts, newest, length, prompt), q, at, reads))
         rows = self.kv[layer], held.starts, held.newest, self.length, self.prompt
         out = merge(near, each_node(functools.partial(each, *rows), f32 * scale, at, reads))[0]
-        return out, (*entry, f32, boundary, chosen)
+        return out, LouisKVEntry(entry.keys, entry.values, f32, boundary, chosen)
 
     def _chosen(self, held: RetrievedLayer, q: Array, at: Array) -> Array:
         """Returns the slots `i32[B, W, G, n]` that queries `f32[B, W, H, d]` at positions `i32[B, W]` choose."""
@@ -172,12 +187,11 @@ class LouisKVCache(IndexedCache):
                           for held, entry in zip(self.retrieved, entries, strict=True))
         return new.replace(retrieved=retrieved)
 
-    def _grown(self, held: RetrievedLayer, entry: Any, slots: Array, length: Array) -> RetrievedLayer:
+    def _grown(self, held: RetrievedLayer, entry: LouisKVEntry, slots: Array, length: Array) -> RetrievedLayer:
         """Returns the state of a layer after a commit at `slots`, after which the text has `length` (`i32[B]`)
         tokens."""
-        k, _, queries, boundary, chosen = entry
         wanted, none = slots >= 0, held.starts.shape[1]
-        turned = wanted & boundary
+        turned = wanted & entry.boundary
         begins = turned & (slots > held.begun[:, None])     # no second segment begins where one does
         earlier = begins[:, None] & (slots[:, None] <= slots[:, :, None])
         number = held.newest[:, None] + earlier.sum(-1, dtype=jnp.int32)
@@ -185,7 +199,7 @@ class LouisKVCache(IndexedCache):
         starts = put(held.starts, jnp.where(begins, number, none), slots)
         # token by token, so that sums do not depend on how many tokens came together
         add = jax.vmap(jax.vmap(lambda sums, at, new: sums.at[at].add(new, mode="drop"), in_axes=(0, None, 0)))
-        sums = add(held.sums, jnp.where(wanted, number, none), k.astype(jnp.float32).swapaxes(1, 2))
+        sums = add(held.sums, jnp.where(wanted, number, none), entry.keys.astype(jnp.float32).swapaxes(1, 2))
         grown = held.replace(starts=starts, sums=sums, newest=held.newest + begins.sum(1, dtype=jnp.int32))
         # a segment that fills the buffer by itself ends there
         full = length - grown.begun >= self.kind.buffer
@@ -193,8 +207,8 @@ class LouisKVCache(IndexedCache):
         starts = put(starts, jnp.where(full, newest, none)[:, None], length[:, None])
         last = lambda which, new, old: jnp.where(which.any(1).reshape(-1, *[1] * (old.ndim - 1)),
                                                  take(new, jnp.where(which, slots, -1).argmax(1)), old)
-        return grown.replace(starts=starts, newest=newest, queries=last(wanted, queries, held.queries),
-                             chosen=last(turned, chosen, held.chosen))
+        return grown.replace(starts=starts, newest=newest, queries=last(wanted, entry.queries, held.queries),
+                             chosen=last(turned, entry.chosen, held.chosen))
 
 
 def likeness(one: Array, other: Array) -> Array:

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense_like, write
-from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths, own_entry
+from decodax.cache.dense import Dense, dense_like, write_entries
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths, refuse_prefill
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
@@ -130,8 +131,7 @@ class SparseCache(KeyValues):
         (`i32[B, W]`); -1 drops an entry."""
         if not self.kv:
             return self
-        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
-                   for held, entry in zip(self.kv, entries, strict=True))
+        kv = write_entries(self.kv, entries, slots)
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
 
@@ -147,7 +147,7 @@ class IndexedCache(SparseCache, PromptPhase):
     def is_dense(self, layer: int, is_prefill: bool) -> bool:
         found = super().is_dense(layer, False)
         if not found:
-            self.kind.check_prompt(is_prefill)
+            refuse_prefill(self.kind.name, is_prefill)
         return found
 
     @abc.abstractmethod
@@ -173,29 +173,29 @@ class PromptToIndex(Wrapper):
 
 
 class SparseConfig(PaperConfig):
-    """Base of the configs of sparse caches. Derive a frozen dataclass."""
+    """Base of the configs of sparse caches. Derive a frozen dataclass.
 
+    Attributes:
+        skip: layers that attend to all tokens; () unless a config has this option.
+        recent: number of latest tokens that are always attended to; None unless a config has this option.
+    """
+
+    skip: tuple[int, ...] = ()
+    recent: int | None = None
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         return frozenset() if self.keeps_dense(layer, shape) else frozenset(("soft caps", "biases"))
 
     def keeps_dense(self, layer: int, shape: KVLayer) -> bool:
         """Returns True if a layer always attends to all tokens: it is in the option `skip`, or has a sliding window."""
-        return layer in getattr(self, "skip", ()) or shape.sliding is not None
+        return layer in self.skip or shape.sliding is not None
 
     def check_window(self, nodes: int) -> None:
         """Raises ValueError if a window of `nodes` nodes is larger than the number of latest tokens that are always
         attended to. Some nodes would then attend to fewer tokens than in plain decoding."""
-        recent = getattr(self, "recent", None)
-        if recent is not None and nodes > recent:
-            raise ValueError(f"cache: {self.name} takes windows of at most its {recent} recent tokens, got one of "
+        if self.recent is not None and nodes > self.recent:
+            raise ValueError(f"cache: {self.name} takes windows of at most its {self.recent} recent tokens, got one of "
                              f"{nodes} nodes; takes recent={nodes} or more")
-
-    def check_prompt(self, is_prefill: bool) -> None:
-        """Raises ValueError if `is_prefill` is True, for caches that do not prefill a prompt window by window."""
-        if is_prefill:
-            raise ValueError(f"cache: {self.name} needs the whole prompt at once, which a draft model does not get; "
-                             "takes another cache for the draft model")
 
     def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
         """Returns the fields of an empty `SparseCache`, by name."""

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.cache.entry import AskedEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.sparse.reading import SparseCache, SparseConfig, if_any
 from decodax.common.options import Count, Range
@@ -67,16 +68,16 @@ class RecycledAttentionCache(SparseCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = super().attend(layer, q, k, v, window, **options)
-        return out, entry if window.is_prefill else (*entry, q * options["scale"])
+        return out, entry if window.is_prefill else AskedEntry.of(entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> Self:
         new = super().commit(entries, slots)
         if not self.kv:
             return new
-        if len(entries[0]) == 2:        # those of a prompt: the first token after it reads everything
+        if not isinstance(entries[0], AskedEntry):      # those of a prompt: the first token after it reads everything
             return new.replace(due=new.length)
         rows = self.now & (slots[:, 0] >= 0)
-        return if_any(rows, lambda cache: cache._chosen([entry[2][:, 0] for entry in entries], rows), new)
+        return if_any(rows, lambda cache: cache._chosen([entry.queries[:, 0] for entry in entries], rows), new)
 
     def _chosen(self, queries: Sequence[Array], rows: Array) -> Self:
         """Returns the cache with the tokens that the newest tokens of `rows` (`bool[B]`) attend to most. `queries` are

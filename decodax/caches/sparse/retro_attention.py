@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.sparse.pages import PageCache, PageConfig, PageScore
 from decodax.caches.sparse.quest import KeyBounds
@@ -36,7 +37,8 @@ from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import Draftable
-from decodax.core.types import LayeredModel, Out
+from decodax.core.loaded import Loaded
+from decodax.core.types import LayeredModel, Model, Out
 from decodax.core.window import Window, each_node, take
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
@@ -58,6 +60,21 @@ class Rows(Struct):
     nodes: Window
     ancestors: Array
     seen: Array
+
+
+@struct
+class RereadEntry(KVEntry):
+    """Keys and values of all rows of a window, `f[B, W, w, G, d]`: each node, and the tokens before it, read again.
+
+    Attributes:
+        pieces: `f32[B, W, w - 1, H, e + 1]`, partial results of attention; see `RetroAttentionCache.found`.
+        pages: `i32[B, W, G, n]`, the pages that each node chooses; None: the layer attends to all tokens.
+        tokens: `i32[B, W]`, ids of the nodes.
+    """
+
+    pieces: Array
+    pages: Array | None
+    tokens: Array
 
 
 @struct
@@ -149,7 +166,7 @@ class RetroAttentionCache(PageCache):
             chosen, pieces = self._find(layer, split(q.astype(jnp.float32) * scale), window.positions, rows, limit)
             first = _joined(*merge(_parts(own), _parts(pieces[:, :, :1])))
             pieces = jnp.concatenate([first, pieces[:, :, 1:]], 2)
-        entry = split(k), split(v), pieces[:, :, :-1], chosen, window.tokens
+        entry = RereadEntry(split(k), split(v), pieces[:, :, :-1], chosen, window.tokens)
         piece = lambda back, row: _parts(self._piece(layer, pieces, window.positions, rows, back, row))
         merged = [merge(*(piece(j, row - j) for j in range(row + 1)))[0] for row in range(w)]
         return jnp.stack(merged, 1).reshape(B, w * W, H, -1).astype(v.dtype), entry
@@ -207,7 +224,7 @@ class RetroAttentionCache(PageCache):
     def commit(self, entries: Entries, slots: Array) -> Self:
         if not self.kv:
             return self
-        if len(entries[0]) == 2:        # those of a prompt, which is not read again
+        if not isinstance(entries[0], RereadEntry):     # those of a prompt, which is not read again
             new = super().commit(entries, slots)
             return new.replace(began=jnp.where((slots >= 0).any(1), new.length, self.began))
         (B, W), w = slots.shape, self.kind.window
@@ -217,15 +234,15 @@ class RetroAttentionCache(PageCache):
         last = (back == w - 1) | (slots == slots.max(1, keepdims=True))[..., None]
         to = jnp.where((slots >= 0)[..., None] & last & (own >= self.began[:, None, None]), own, -1)
         flat = lambda x: x.reshape(B, W * w, *x.shape[3:])
-        new = super().commit([(flat(k), flat(v)) for k, v, *_ in entries], to.reshape(B, W * w))
+        new = super().commit([KVEntry(flat(entry.keys), flat(entry.values)) for entry in entries], to.reshape(B, W * w))
         place = jnp.where((slots >= 0) & (slots > slots.max(1, keepdims=True) - (w - 1)), slots % (w - 1), w - 1)
         put = jax.vmap(lambda held, new, at: held.at[:, at].set(new.swapaxes(0, 1).astype(held.dtype), mode="drop"))
         found, chosen = [], []
-        for old, kept, (_, _, pieces, pages, _) in zip(self.found, self.chosen, entries, strict=True):
+        for old, kept, entry in zip(self.found, self.chosen, entries, strict=True):
             steps = old.reshape(*old.shape[:2], w - 1, w - 1, -1)
-            found.append(put(steps, pieces.swapaxes(2, 3), place).reshape(old.shape))
-            chosen.append(None if kept is None else put(kept, pages, place))
-        latest = put(self.recent_tokens[:, None], entries[0][-1][..., None], place)[:, 0]
+            found.append(put(steps, entry.pieces.swapaxes(2, 3), place).reshape(old.shape))
+            chosen.append(None if kept is None else put(kept, entry.pages, place))
+        latest = put(self.recent_tokens[:, None], entries[0].tokens[..., None], place)[:, 0]
         return new.replace(found=tuple(found), chosen=tuple(chosen), recent_tokens=latest)
 
 
@@ -291,12 +308,12 @@ class RetroAttentionConfig(PageConfig):
     score: ClassVar[PageScore] = KeyBounds()
     alone: ClassVar[bool] = True
 
-    def put_on(self, lm: Any) -> Any:
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
         model = lm.model
-        if not isinstance(model, LayeredModel) or any(getattr(model.config, x, False) for x in ("shared", "summing")):
+        if not isinstance(model, LayeredModel) or model.config.shared or model.config.summing:
             raise ValueError(f"lm: got a {type(model).__name__}, and retro-attention takes a model each of whose "
                              "layers attends to keys and values of its own")
-        return dataclasses.replace(lm, model=Rereading(model.with_cache(self.of_model(lm))))
+        return Rereading(model.with_cache(self.of_model(lm))), lm.params
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         parts, w = self.parts(shapes, batch, size, dtype, inputs), self.window

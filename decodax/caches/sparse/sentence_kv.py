@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.cache.entry import AskedEntry
 from decodax.cache.key_values import FittedConfig, KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.evicting import Evicting, Eviction
@@ -70,6 +71,17 @@ class SentenceKeys(Struct):
 
 
 @struct
+class SentenceEntry(AskedEntry):
+    """Keys, values and queries (not scaled) of a window's own nodes.
+
+    Attributes:
+        ends: `bool[B, W]`, nodes that end a sentence.
+    """
+
+    ends: Array
+
+
+@struct
 class SentenceKVCache(Wrapper):
     """The kept tokens of a prompt and all later tokens, with their sentences.
 
@@ -93,15 +105,15 @@ class SentenceKVCache(Wrapper):
             raise ValueError("cache: sentence-kv depends on the ids of the tokens of a window; takes a model that "
                              "reads tokens by id, and a method that does not read a token twice")
         ends = is_one_of(window.tokens, self.kind.marks)
-        entry, held = (k[:, own:], v[:, own:], q, ends), self.sentences[layer]
+        entry, held = SentenceEntry(k[:, own:], v[:, own:], q, ends), self.sentences[layer]
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias, sinks=sinks)
         whole = lambda: self.base.attend(layer, q, k, v, window, **options)[0]
         if held is None:
             return whole(), entry
         self.kind.check_window(k.shape[1])
         before = window.before
-        queries = q if before is None else jnp.concatenate([before[2], q], 1)
-        ended = ends if before is None else jnp.concatenate([before[3], ends], 1)
+        queries = q if before is None else jnp.concatenate([before.queries, q], 1)
+        ended = ends if before is None else jnp.concatenate([before.ends, ends], 1)
         seen, at, own_at = window.visible(), window.key_positions[:, None], window.positions[:, :, None]
         seen = jnp.broadcast_to(seen, (q.shape[0], *seen.shape[1:]))
         earlier = seen & (at < own_at) & ended[:, None]         # ends of sentences before a node
@@ -150,11 +162,11 @@ class SentenceKVCache(Wrapper):
         return attention_to(q[:, None], some.reshape(H, at.shape[2], -1), (at >= 0).reshape(H, -1), d)
 
     def commit(self, entries: Entries, slots: Array) -> SentenceKVCache:
-        base = self.base.commit([entry[:2] for entry in entries], slots)
+        base = self.base.commit([entry.pair for entry in entries], slots)
         if not self.base.kv:
             return self.replace(base=base)
         wanted = slots >= 0
-        ends = entries[0][3] & wanted
+        ends = entries[0].ends & wanted
         rank = ((slots[:, None] < slots[:, :, None]) & ends[:, None]).sum(-1, dtype=jnp.int32)      # ends before it
         number = ends.sum(1, dtype=jnp.int32)
         part = jnp.arange(slots.shape[1] + 1, dtype=jnp.int32)
@@ -167,7 +179,7 @@ class SentenceKVCache(Wrapper):
                 made.append(None)
                 continue
             sums = lambda x, old: jnp.einsum("bjw,bwhd->bjhd", groups, x.astype(jnp.float32)).at[:, 0].add(old)
-            keys, queries = sums(entry[0], held.keys), sums(entry[2], held.queries)
+            keys, queries = sums(entry.keys, held.keys), sums(entry.queries, held.queries)
             of_open = lambda x: jnp.where(in_open[..., None, None], x, 0).sum(1)
             to = jnp.where(part < number[:, None], part, held.means.shape[2])
             to_slot = jnp.where(wanted, self.base.count[layer][:, :1] + jnp.cumsum(wanted, 1, dtype=jnp.int32) - 1,

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import FittedConfig, KVLayer, empty_kv, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import FittedConfig, KVLayer, empty_kv
 from decodax.caches.rotation import turned
 from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_to
 from decodax.common.options import Count, Whole
@@ -168,7 +169,7 @@ class ShadowKVCache(IndexedCache):
         if not self.kv:
             return self
         place = jnp.where(slots >= 0, slots - self.began[:, None] + self.kept[:, None], -1)
-        kv = tuple(write(held, jnp.concatenate(entry, -1), slots if shadow is None else place)
+        kv = tuple(write(held, entry.both, slots if shadow is None else place)
                    for held, entry, shadow in zip(self.kv, entries, self.shadows, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Wrapper, dense
+from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer, Score
 from decodax.caches.configs import PaperConfig
 from decodax.caches.quantize.codecs import Span
@@ -53,6 +54,17 @@ class Chooser(Struct):
     round, `i32[B]`."""
 
     node: Array
+
+
+@struct
+class SpeCacheEntry(KVEntry):
+    """Keys and values of the two nodes of a window, with the positions to fetch.
+
+    Attributes:
+        best: `i32[B, W, G, n]`, positions of the tokens to which the choosing node attends most; -1: none.
+    """
+
+    best: Array
 
 
 @struct
@@ -138,7 +150,7 @@ class SpeCacheCache(Wrapper):
         seen = place < (base.length + hint.node)[:, None]
         found, best = lax.top_k(jnp.where(seen[:, None], weights, -1), self.chosen[layer].shape[2])
         best = jnp.where(found >= 0, best.astype(jnp.int32), -1)
-        return out, (k, v, jnp.broadcast_to(best[:, None], (*k.shape[:2], *best.shape[1:])))
+        return out, SpeCacheEntry(k, v, jnp.broadcast_to(best[:, None], (*k.shape[:2], *best.shape[1:])))
 
     def _block(self, layer: int, i: Array, dtype: Any) -> Array:
         """Returns block `i` of the low-bit cache, `f[B, G, n, d + e]`, with the fetched positions unquantized."""
@@ -161,12 +173,12 @@ class SpeCacheCache(Wrapper):
     def commit(self, entries: Entries, slots: Array) -> SpeCacheCache:
         if not self.pages:
             return self
-        base = self.base.commit([entry[:2] for entry in entries], slots)
+        base = self.base.commit([entry.pair for entry in entries], slots)
         chooses = (slots[:, 0] >= 0) | ~self.ready
         pages, chosen, fetched = [], [], []
         for old, entry, before in zip(self.pages, entries, self.chosen, strict=True):
-            pages.append(store(old, jnp.stack(entry[:2], 3).swapaxes(1, 2), slots))
-            chosen.append(jnp.where(chooses[:, None, None], entry[2][:, 0], before))
+            pages.append(store(old, jnp.stack([entry.keys, entry.values], 3).swapaxes(1, 2), slots))
+            chosen.append(jnp.where(chooses[:, None, None], entry.best[:, 0], before))
             fetched.append(fetch(pages[-1], jnp.maximum(chosen[-1], 0)))
         return self.replace(base=base, pages=tuple(pages), chosen=tuple(chosen), fetched=tuple(fetched),
                             ready=jnp.ones_like(self.ready))

@@ -116,9 +116,9 @@ class SpecPVCache(IndexedCache, Refreshes):
         fine = jnp.isfinite(out.hidden).all(-1)
         # the newest token's own entry comes of the round that begins with it
         slots = jnp.where(live & fine & (at < newest[:, None]), at, -1)
-        new = self.commit([entry[:2] for entry in out.entries], slots)
+        new = self.commit([entry.pair for entry in out.entries], slots)
         last = newest - start
-        queries = [take(entry[2], last[:, None])[:, 0] for entry in out.entries]
+        queries = [take(entry.queries, last[:, None])[:, 0] for entry in out.entries]
         return new.choose_blocks(queries, rows)
 
     def choose_blocks(self, queries: Sequence[Array], rows: Array) -> Self:

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,8 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVLayer, own_entry
+from decodax.cache.entry import KVEntry, own_entry
+from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.shapes import layers_of
@@ -42,8 +43,9 @@ from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, fields, static, struct
 from decodax.core.around import PairedReadout
 from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.loaded import Loaded
 from decodax.core.packing import Packing
-from decodax.core.types import LayeredModel, Out
+from decodax.core.types import LayeredModel, Model, Out
 from decodax.core.window import Window, each_node
 from decodax.models.rope import Llama3, Rope, rotate
 from decodax.pallas_kernels.window_attention import Bias, with_sinks
@@ -256,13 +258,15 @@ class TokenButlerCache(SparseCache):
         if not self.kv:
             return self
         pairs = list(zip(self.marks, self.widths, entries, strict=True))
-        marks = tuple(None if old is None else write(old, k[..., d:], slots) for old, d, (k, _) in pairs)
-        return super().commit([(k[..., :d], v) for _, d, (k, v) in pairs], slots).replace(marks=marks)
+        marks = tuple(None if old is None else write(old, entry.keys[..., d:], slots) for old, d, entry in pairs)
+        return super().commit([KVEntry(entry.keys[..., :d], entry.values) for _, d, entry in pairs],
+                                slots).replace(marks=marks)
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictedReading(SparseConfig):
-    """The cache config that `TokenButlerConfig.put_on` gives to the model: the options without the predictor's weights.
+    """The cache config that `TokenButlerConfig.wrap_model` gives to the model: the options without the weights of the
+    predictor.
 
     Attributes:
         budget: number or share of tokens that a query attends to; see `TokenButlerConfig`.
@@ -331,10 +335,11 @@ class TokenButlerConfig(SparseConfig):
         if not (tokens or (isinstance(self.budget, float) and 0 < self.budget < 1)):
             raise ValueError(f"budget: got {self.budget!r}, takes a number of tokens from 1 or a share below 1")
 
-    def put_on(self, lm: Any) -> Any:
-        self.butler.check(layers_of(layered(lm.model)), lm.model.config.width)
+    def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
+        model = layered(lm.model)
+        self.butler.check(layers_of(model), model.config.width)
         kind = PredictedReading(self.budget, self.sinks, self.butler.layer, self.butler.width)
-        return dataclasses.replace(lm, model=Butlered(lm.model.with_cache(kind)), params=(lm.params, self.butler))
+        return Butlered(cast(LayeredModel, model.with_cache(kind))), (lm.params, self.butler)
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         raise ValueError("cache: token-butler runs a predictor before the model, so it takes the model that answers: "
@@ -347,7 +352,7 @@ def layered(model: Any) -> LayeredModel:
     Raises:
         ValueError: the model does not run layer by layer, or has fewer than two layers or layers with different heads.
     """
-    if not isinstance(model, LayeredModel) or getattr(model.config, "shared", False):
+    if not isinstance(model, LayeredModel) or model.config.shared:
         raise ValueError(f"lm: got a {type(model).__name__}, takes a model that runs layer by layer, each with keys "
                          "and values of its own")
     if len({(shape.heads, shape.queries) for shape in layers_of(model)}) > 1 or len(layers_of(model)) < 2:

@@ -56,6 +56,7 @@ from decodax.models.names import flatten
 from decodax.models.packed import Packed
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
 from decodax.models.routing import Experts
+from decodax.models.transformer import Transformer
 from decodax.models.weight_source import nested
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -102,7 +103,7 @@ class TrainedDrafter:
             ValueError: it reads hidden states of another width, more layers than the target has, or keys and values
                 of another shape.
         """
-        if not isinstance(target.model, LayeredModel):
+        if not isinstance(target.model, Transformer):
             return                      # its sizes are not known here
         width, layers = target.model.config.width, target.model.depth
         if width != self.head.target_width:

@@ -144,6 +144,26 @@ def _glm4_moe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "use_qk_norm": m.has("attn_q_norm.weight")}
 
 
+def _mimo2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    count = depth(m, c)["num_hidden_layers"]
+    kinds = _kinds(m.each("attention.sliding_window_pattern"))[:count]
+    groups = dict(zip(kinds, m.each("attention.head_count_kv"), strict=False))
+    sparse = [f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors for i in range(count)]
+    own = {k: v for k, v in c.items() if k != "partial_rotary_factor"}
+    part = {"rope_type": "default", "partial_rotary_factor": c.get("partial_rotary_factor", 1.0)}
+    # llama.cpp counts the query's own position among those of the window.
+    return {**own, **depth(m, c), **experts(m, "n_routed_experts"), "model_type": "mimo_v2_flash", "layer_types": kinds,
+            "v_head_dim": m.need("attention.value_length"), "attention_bias": m.biased,
+            "attention_value_scale": m.get("attention.value_scale", 1.0),
+            "sliding_window": m.need("attention.sliding_window"),
+            "num_key_value_heads": groups.get("full_attention", c["num_key_value_heads"]),
+            "swa_num_key_value_heads": groups.get("sliding_attention", c["num_key_value_heads"]),
+            "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in sparse], "norm_topk_prob": True,
+            "routed_scaling_factor": m.get("expert_weights_scale", 1.0), "rope_parameters": {
+                "full_attention": {**part, "rope_theta": c["rope_theta"]},
+                "sliding_attention": {**part, "rope_theta": m.get("rope.freq_base_swa", c["rope_theta"])}}}
+
+
 def _gpt_oss(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     scaling = {**c["rope_scaling"], "truncate": False} if c.get("rope_scaling") else {"rope_type": "default"}
     return {**c, "model_type": "gpt_oss", **experts(m, "num_local_experts", False), "rope_scaling": scaling,
@@ -253,7 +273,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture(lambda m, c: {**_granite(m, c), "model_type": "granitemoe", **experts(
         m, "num_local_experts", False)}, permuted=True),
     "hunyuan-dense": Architecture(plain("hunyuan_v1_dense", lambda m: {"attention_bias": m.biased})),
+    "hunyuan-moe": Architecture(plain("hunyuan_v1_moe", lambda m: {
+        "attention_bias": m.biased, "num_experts": m.need("expert_count"), "moe_topk": m.need("expert_used_count"),
+        "intermediate_size": m.need("expert_shared_feed_forward_length"),
+        "moe_intermediate_size": m.need("expert_feed_forward_length")}), names=SHARED),
     "llama": Architecture(_llama, permuted=True), "llama4": Architecture(_llama4, names=SHARED),
+    "mimo2": Architecture(_mimo2, names={**CORRECTION, "attn.sinks": "attn_sinks.weight"}, by_layer=True, latent=True),
     "minimax-m2": Architecture(plain("minimax_m2", lambda m: {
         **experts(m, "num_local_experts", False), "intermediate_size": m.need("expert_feed_forward_length")}),
         names=CORRECTION),

@@ -10,7 +10,7 @@ import numpy as np
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, Entries, depth, experts, routed, scaled
-from decodax.io.gguf.views import KEYS_AND_VALUES, SCAN, SHORT, Stored, delta, ssd
+from decodax.io.gguf.views import CHANNELS, KEYS_AND_VALUES, SCAN, SHORT, Stored, delta, ssd
 
 
 def _attending(m: Metadata) -> list[bool]:
@@ -44,10 +44,18 @@ def _delta(kind: str, mixture: bool = False) -> Entries:
     return entries
 
 
-def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+def _latent(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries that families with multi-head latent attention share."""
     # Files from before keys and values were stored apart have their widths in place of the latent's.
     width = lambda what: m.get(f"attention.{what}_length_mla") or m.need(f"attention.{what}_length")
-    turned, keys = m.need("rope.dimension_count"), width("key")
+    turned = m.need("rope.dimension_count")
+    own = {k: v for k, v in c.items() if k not in ("head_dim", "partial_rotary_factor")}
+    return {**own, **depth(m, c), "num_key_value_heads": c["num_attention_heads"],
+            "kv_lora_rank": m.need("attention.kv_lora_rank"), "q_lora_rank": m.get("attention.q_lora_rank"),
+            "qk_rope_head_dim": turned, "qk_nope_head_dim": width("key") - turned, "v_head_dim": width("value")}
+
+
+def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     sigmoid = m.get("expert_gating_func", 1) == 2
     more = routed(m)
     if sigmoid and m.get("expert_group_count") is None and more["n_routed_experts"] == 256:
@@ -55,11 +63,43 @@ def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     if not sigmoid:
         more |= {"norm_topk_prob": m.get("expert_weights_norm", False),
                  "topk_method": "greedy" if more["n_group"] == 1 else "group_limited_greedy"}
-    own = {k: v for k, v in c.items() if k not in ("head_dim", "partial_rotary_factor")}
-    return {**own, **depth(m, c), **more, "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
-            "num_key_value_heads": c["num_attention_heads"], "kv_lora_rank": m.need("attention.kv_lora_rank"),
-            "q_lora_rank": m.get("attention.q_lora_rank"), "qk_rope_head_dim": turned,
-            "qk_nope_head_dim": keys - turned, "v_head_dim": width("value")}
+    return {**_latent(m, c), **more, "model_type": "deepseek_v3" if sigmoid else "deepseek_v2"}
+
+
+def _mistral4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    scaling, beta = c.get("rope_scaling"), m.get("attention.temperature_scale")
+    if beta is not None and scaling is not None:
+        trained = scaling["original_max_position_embeddings"]
+        if (length := m.get("attention.temperature_length", trained)) != trained:
+            raise CheckpointError(f"{m.file.path}: {m.name}.attention.temperature_length: got {length}, takes that of "
+                                  f"the rope's original context, {trained}")
+        scaling = {**scaling, "llama_4_scaling_beta": beta}
+    return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+            "model_type": "mistral4", "rope_scaling": scaling or {"rope_type": "default"}}
+
+
+def _glm_dsa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    count = depth(m, c)["num_hidden_layers"]
+    # Files from before layers shared a choice do not say which ones have an indexer of their own.
+    full = m.each("attention.indexer.types", [f"blk.{i}.indexer.attn_k.weight" in m.file.tensors
+                                              for i in range(c["num_hidden_layers"])])[:count]
+    return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+            "model_type": "glm_moe_dsa", "index_n_heads": m.need("attention.indexer.head_count"),
+            "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k"),
+            "indexer_types": ["full" if own else "shared" for own in full]}
+
+
+def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    scores = {1: "softmax", 2: "sigmoid"}
+    return {**_latent(m, c), "model_type": "kimi_linear", "num_experts": m.need("expert_count"),
+            "num_experts_per_token": m.need("expert_used_count"), "moe_intermediate_size": m.need(
+                "expert_feed_forward_length"), "num_shared_experts": m.get("expert_shared_count", 0),
+            "first_k_dense_replace": m.get("leading_dense_block_count", 0),
+            "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
+            "moe_router_activation_func": scores.get(which := m.get("expert_gating_func", 2), str(which)),
+            "linear_num_heads": c["num_attention_heads"], "linear_head_dim": m.need("kda.head_dim"),
+            "linear_conv_kernel_dim": m.need("ssm.conv_kernel"), "layer_types": [
+                "full_attention" if attends else "linear_attention" for attends in _attending(m)]}
 
 
 def _ssd(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -127,13 +167,21 @@ def _period(m: Metadata, what: str, chosen: Sequence[bool]) -> dict[str, int]:
 LATENT = {f"attn.{ours}": f"attn_{theirs}" for ours, theirs in (
     ("q_a", "q_a"), ("q_a_norm", "q_a_norm"), ("q_b", "q_b"), ("kv_a", "kv_a_mqa"), ("kv_a_norm", "kv_a_norm"))}
 
+INDEXER = {f"attn.indexer.{ours}": f"indexer.{theirs}" for ours, theirs in (
+    ("q", "attn_q_b"), ("k", "attn_k"), ("k_norm", "k_norm"), ("weigh", "proj"))}
+
 HYBRIDS: dict[str, Architecture] = {
     "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0,
                               views=KEYS_AND_VALUES),
     "falcon-h1": Architecture(_falcon_h1, views=ssd("beside") | {
         "mlp_in.scale": Stored("ffn_norm", older=Stored("ffn_norm.weight"))}),     # converters forget the ending
+    "glm-dsa": Architecture(_glm_dsa, names=LATENT | SHARED | CORRECTION | INDEXER, latent=True, yarn_log=10.0,
+                            views=KEYS_AND_VALUES),
     "granitehybrid": Architecture(_granite_hybrid, permuted=True, names=SHARED, by_layer=True, views=ssd("attn")),
     "jamba": Architecture(_jamba, by_layer=True, views=SCAN),
+    "kimi-linear": Architecture(_kimi_linear, names=LATENT | SHARED | CORRECTION, by_layer=True, latent=True,
+                                views=KEYS_AND_VALUES | CHANNELS),
+    "mistral4": Architecture(_mistral4, names=LATENT | SHARED, latent=True, yarn_log=10.0, views=KEYS_AND_VALUES),
     "lfm2": Architecture(_lfm2, names={"norm": "token_embd_norm"}, by_layer=True, views=SHORT),
     "lfm2moe": Architecture(_lfm2_moe, names={"norm": "token_embd_norm", **CORRECTION}, by_layer=True, views=SHORT),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(

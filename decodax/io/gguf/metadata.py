@@ -32,7 +32,7 @@ class Architecture:
         scaled: False if factors of the rotary frequencies are not a scaling of all layers.
         views: the form of weights that are no rows of a tensor in the network's order, by their paths within a layer.
         outside: the same for weights outside of layers, by their paths.
-        latent: True if keys and values are those of multi-head latent attention, with widths of their own.
+        latent: True if keys and values have widths of their own, as those of multi-head latent attention.
         yarn_log: factor by which `yarn_log_multiplier` becomes `mscale_all_dim`; 0: files have none.
     """
 

@@ -156,6 +156,16 @@ def delta(repeated: bool) -> dict[str, Stored]:
             "attn.gate.kernel": Stored("attn_q.weight", rows=halves(True))}
 
 
+CHANNELS: dict[str, Stored] = {
+    **{f"attn.in_{x}.kernel": Stored(f"attn_{x}.weight") for x in "qkv"},
+    **{f"attn.{x}_taps": Stored(f"ssm_conv1d_{x}.weight", turn=taps) for x in "qkv"},
+    **{f"attn.{ours}.kernel": Stored(f"{theirs}.weight") for ours, theirs in (
+        ("in_b", "ssm_beta"), ("low_a", "ssm_f_a"), ("in_a", "ssm_f_b"), ("low_z", "ssm_g_a"), ("in_z", "ssm_g_b"),
+        ("out", "attn_output"))},
+    "attn.A_log": Stored("ssm_a", turn=rates), "attn.dt_bias": Stored("ssm_dt.bias"),
+    "attn.y_norm.scale": Stored("ssm_norm.weight")}
+"""The gated delta rule with a decay for each channel (Kimi Linear)."""
+
 STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
     f"{theirs}.weight", tuple(f"streams.{ours}.{j}.kernel" for j in range(3)))
     for ours, theirs in (("into", "altup_proj"), ("out", "altup_unembd_proj")) for i in range(3)}
@@ -164,4 +174,4 @@ STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
 XIELU = {f"mlp.act.{name}": Stored(f"xielu.{name}", entry=True) for name in ("alpha_p", "alpha_n", "beta", "eps")}
 """The parameters of the activation xIELU (Apertus)."""
 
-__all__ = ["KEYS_AND_VALUES", "SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]
+__all__ = ["CHANNELS", "KEYS_AND_VALUES", "SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.entry import KVEntry
 from decodax.core.types import embeddings, logits_of
 from decodax.core.window import Window, causal
 from decodax.models.drafters.cross_kv import CrossKVHead
@@ -26,7 +27,7 @@ from decodax.train.drafting.unrolled import smooth_l1
 from decodax.train.loop import cast
 
 Tree = Any
-KV = dict[int, tuple[Array, Array]]
+KV = dict[int, KVEntry]
 
 ANCHORS = 4
 """Largest number of first tokens that keep their positions (LongSpec)."""
@@ -104,7 +105,7 @@ def target_keys(target: Any, weights: Tree, tokens: Array, positions: Array, dty
     """
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)).replace(positions=positions)
     out = target.apply(cast(weights, dtype), window, target.init_cache(tokens.shape[0], 0))
-    own = {layer: tuple(out.entries[i]) for i, (layer, recurrent) in enumerate(target.config.entries) if not recurrent}
+    own = {layer: out.entries[i].pair for i, (layer, recurrent) in enumerate(target.config.entries) if not recurrent}
     return jax.lax.stop_gradient((out.logits(), out.hidden, own, out.layers))
 
 

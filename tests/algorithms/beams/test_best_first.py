@@ -87,7 +87,7 @@ def test_texts_that_are_not_there_and_broken_logits_say_so() -> None:
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: BestFirst(0), "width: got 0"), (lambda: BestFirst(2, returns=3), "returns: got 3 for a width of 2"),
-    (lambda: BestFirst(2, length_penalty=-1.0), "length_penalty: got -1.0, takes 0 or more"),
+    (lambda: BestFirst(2, length_penalty=-1.0), "length_penalty: got -1.0, takes a number from 0"),
     (lambda: dx.generate(small(), [[1]], algorithm=BestFirst(2, longest=3), max_new_tokens=4),
      "max_new_tokens: got 4 for a search with longest=3")])
 def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:

@@ -71,7 +71,7 @@ def test_a_prompt_and_tokens_one_by_one_come_to_the_same() -> None:
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     slow = kind([shape], 1, 64, jnp.float32)
     for i in range(N):
-        slow = slow.commit([tuple(x[:, i:i + 1] for x in entry[0])], jnp.array([[i]]))
+        slow = slow.commit([jax.tree.map(lambda x, i=i: x[:, i:i + 1], entry[0])], jnp.array([[i]]))
     assert isinstance(whole, SubGenCache) and isinstance(slow, SubGenCache)
     assert whole.done.tolist() == slow.done.tolist() == [33]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole.sketches, slow.sketches)

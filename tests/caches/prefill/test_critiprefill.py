@@ -13,6 +13,7 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
+from decodax.cache.entry import KVEntry
 from decodax.caches.prefill.critiprefill import CriticalReader, CritiPrefillConfig
 from decodax.core.window import causal
 from tests.caches.small import DEEP, PROMPTS
@@ -38,7 +39,7 @@ def test_segments_read_what_the_authors_read() -> None:
                   for x in own] for own in given]
         for layer, own in enumerate(read(jnp.int32(start), base, parts)):
             out[layer, start:start + 8] = own[0].reshape(8, -1).sum(-1)
-        entries = [(k[None], v[None]) for _, k, v in (parts[0], *parts)]
+        entries = [KVEntry(k[None], v[None]) for _, k, v in (parts[0], *parts)]
         base = base.commit(entries, start + jnp.arange(8)[None])
     np.testing.assert_allclose(out[:, :T], wanted["sums"], atol=2e-3)
 

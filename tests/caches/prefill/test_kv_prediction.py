@@ -56,7 +56,8 @@ def test_a_cache_holds_what_the_maps_make_of_the_auxiliary_models() -> None:
     for row, prompt in enumerate(PROMPTS):
         n = len(prompt) - 1
         window = causal(jnp.asarray([prompt[:-1]], jnp.int32), jnp.zeros(1, jnp.int32))
-        k, v = (np.asarray(x[0]) for x in small.model.apply(small.params, window, Listening()).entries[0])
+        entry = small.model.apply(small.params, window, Listening()).entries[0]
+        k, v = np.asarray(entry.keys[0]), np.asarray(entry.values[0])
         k = turn(k, 50.0, 4, True, -1)
         for layer in range(2):
             found = np.asarray(cache.base.kv[layer])[row, :, :n].swapaxes(0, 1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches import Constant
 from decodax.caches.quantize.leank import LeanKCodec, sparsified
 from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
@@ -47,7 +48,7 @@ def test_a_query_sees_the_channels_that_stay(count: int) -> None:
     own = np.zeros((1, 2, 8), bool)
     own[0, 0, [1, 4, 6]] = True
     kind = QuantizedConfig(LeanKCodec(Constant(own), 3), 4, "leank", 5)
-    entry = lambda at: [(jnp.asarray(k[at])[None], jnp.asarray(v[at])[None])]
+    entry = lambda at: [KVEntry(jnp.asarray(k[at])[None], jnp.asarray(v[at])[None])]
     cache = kind([KVLayer(2, 8, queries=4)], 1, 64, jnp.float32).prefill_cache()
     cache = cache.commit(entry(slice(0, count - 3)), jnp.arange(count - 3)[None]).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))

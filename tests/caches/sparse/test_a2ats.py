@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches import Constant, KeyBooks
 from decodax.caches.rotation import rotated
 from decodax.caches.sparse.a2ats import A2ATSCache, A2ATSConfig
@@ -46,7 +47,7 @@ def test_codes_and_what_is_read_by_them_are_the_authors() -> None:
     for start in range(0, T, 14):
         at = start + jnp.arange(14)
         two = lambda x, at=at: jnp.stack([jnp.asarray(x)[at]] * 2)
-        cache = cache.commit([(two(keys), two(values))], jnp.where(at < jnp.array([[T], [9]]), at, -1))
+        cache = cache.commit([KVEntry(two(keys), two(values))], jnp.where(at < jnp.array([[T], [9]]), at, -1))
     assert isinstance(cache, A2ATSCache) and cache.codes[0] is not None
     assert cache.codes[0][0, :, :T, 0].tolist() == np.array(WANTED["codes"])[:, :T].tolist()
     own = lambda x: jnp.asarray(x)[None, T:].repeat(2, 0)
@@ -65,7 +66,7 @@ def test_a_node_takes_tokens_by_its_own_position() -> None:
     for n in (T, T - 3, T - 10):
         cache = A2ATSConfig(books, 5, sinks=2, recent=11, distance=50)([shape], 1, 80, jnp.float32)
         some = lambda x, a, b: jnp.asarray(x)[None, a:b]
-        cache = cache.commit([(some(keys, 0, n), some(values, 0, n))], jnp.arange(n)[None])
+        cache = cache.commit([KVEntry(some(keys, 0, n), some(values, 0, n))], jnp.arange(n)[None])
         window = causal(jnp.zeros((1, T + 1 - n), jnp.int32), cache.length)
         out, _ = cache.attend(0, some(q, n, T + 1), some(keys, n, T + 1), some(values, n, T + 1), window, scale=0.3)
         found.append(out[0, -1])

@@ -19,6 +19,7 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.core.window import causal
+from decodax.engine.methods import with_cache
 from decodax.sampling import build
 from decodax.train import fit_attention_predictor
 from decodax.train.attention_predictor import attention_maps, first_net, squared_error
@@ -114,7 +115,7 @@ def test_training_lowers_the_error(tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["attention-predictor", "token-butler", "retro-attention"])
 def test_no_round_copies_keys_and_values(name: str) -> None:
-    lm = make(name, **OPTIONS[name]).put_on(DEEP)
+    lm = with_cache(DEEP, make(name, **OPTIONS[name]))
     params, chain = Params(lm.params, None), build(8, vocab_size=16, temperature=0.8)
     begin = functools.partial(init_state, LOOKUP, lm.model, size=256, max_new=np.int32(30))
     s = jax.eval_shape(begin, params, chain, jax.ShapeDtypeStruct((8, 64), jnp.int32),

@@ -10,6 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches.sparse.clusterkv import ClusterKVCache, ClusterKVConfig, cluster_slots
 from decodax.caches.sparse.clusters import clustered
 from decodax.core.capabilities import ReadPrompt
@@ -46,7 +47,8 @@ def test_clusters_and_what_is_read_of_them_are_the_authors() -> None:
     kind = ClusterKVConfig(24, cluster_size=11, sinks=4, every=30, skip=(), _new=10)
     cache = kind([KVLayer(2, 8, queries=4)], 1, 96, jnp.float32)
     assert isinstance(cache, ClusterKVCache) and cache.clusters[0] is not None
-    cache = cache.prefill_cache().commit([(jnp.asarray(keys)[None], jnp.asarray(values)[None])], jnp.arange(N)[None])
+    cache = cache.prefill_cache().commit([KVEntry(jnp.asarray(keys)[None], jnp.asarray(values)[None])],
+                                         jnp.arange(N)[None])
     cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     pad = lambda old, new: old.at[0, :, :new.shape[1]].set(new)
     cache = cache.replace(clusters=(jax.tree.map(pad, cache.clusters[0], made),))
@@ -64,7 +66,7 @@ def test_new_tokens_are_clustered_when_there_are_enough() -> None:
     cache = kind([KVLayer(2, 8, queries=4)], 3, 40, jnp.float32)
     rows = lambda x, n: jnp.broadcast_to(jnp.asarray(x)[None, n], (3, len(x[n]), 2, 8))
     lengths = jnp.array([20, 7, 2])[:, None]
-    cache = cache.prefill_cache().commit([(rows(keys, slice(20)), rows(values, slice(20)))],
+    cache = cache.prefill_cache().commit([KVEntry(rows(keys, slice(20)), rows(values, slice(20)))],
                                       jnp.where(jnp.arange(20) < lengths, jnp.arange(20), -1))
     cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((3, 0), jnp.int32)))
     for step in range(9):
@@ -79,7 +81,7 @@ def test_new_tokens_are_clustered_when_there_are_enough() -> None:
                 assert sorted([*others, *(at for own in inside for at in own)]) == list(range(n))
                 assert all(own == sorted(own) for own in inside)
         at = slice(30 + step, 31 + step)
-        cache = cache.commit([(rows(keys, at), rows(values, at))], cache.length[:, None])
+        cache = cache.commit([KVEntry(rows(keys, at), rows(values, at))], cache.length[:, None])
 
 
 @pytest.mark.wide

@@ -16,6 +16,7 @@ from decodax.algorithms.beams.beam_search import BeamSearch
 from decodax.bench.plan import PRESETS, abstract, plan
 from decodax.bench.report import callbacks, copies, parse
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches.sparse import host_pages
 from decodax.caches.sparse.host_pages import HostPageCache
 from decodax.caches.sparse.quest import QuestConfig
@@ -68,7 +69,7 @@ def filled(kind: QuestConfig, lengths: tuple[int, ...], chunk: int) -> Any:
     for start in range(0, 64, chunk):
         at = start + np.arange(chunk, dtype=np.int32)
         slots = np.where(at < np.array(lengths, np.int32)[:, None], at, -1)
-        cache = commit(cache, tuple(both[:, :, start:start + chunk]), slots)
+        cache = commit(cache, KVEntry(*both[:, :, start:start + chunk]), slots)
     return cache
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches.sparse.clusters import first_centroids
 from decodax.caches.sparse.louiskv import LouisKVCache, LouisKVConfig
 from decodax.core.capabilities import ReadPrompt
@@ -123,7 +124,7 @@ def settled(kind: LouisKVConfig) -> Any:
     _, k, v = given()
     cache: Any = kind([KVLayer(2, 8, queries=4)], 3, 128, jnp.float32).prefill_cache()
     slots = jnp.where(jnp.arange(40) < jnp.array(LENGTHS)[:, None], jnp.arange(40), -1)
-    return cache.commit([(jnp.asarray(k[:, :40]), jnp.asarray(v[:, :40]))], slots).finish_prefill(
+    return cache.commit([KVEntry(jnp.asarray(k[:, :40]), jnp.asarray(v[:, :40]))], slots).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((3, 0), jnp.int32)))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches.evict.scores import Gathered, HeldLayer
 from decodax.caches.evict.selection import best
 from decodax.caches.evict.triforce import ChunkMeans
@@ -28,8 +29,8 @@ def filled(lengths: tuple[int, ...], chunk: int) -> tuple[PageCache, np.ndarray,
     for start in range(0, 64, chunk):
         at = jnp.broadcast_to(start + jnp.arange(chunk), (len(lengths), chunk))
         slots = jnp.where(at < jnp.array(lengths)[:, None], at, -1)
-        cache = cache.commit([(jnp.asarray(keys[:, start:start + chunk]), jnp.asarray(values[:, start:start + chunk]))],
-                             slots)
+        part = lambda x, start=start: jnp.asarray(x[:, start:start + chunk])
+        cache = cache.commit([KVEntry(part(keys), part(values))], slots)
     return cache, keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
 

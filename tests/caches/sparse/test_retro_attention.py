@@ -11,6 +11,7 @@ import pytest
 from decodax.caches import make
 from decodax.caches.sparse.retro_attention import Rereading
 from decodax.core.window import Window, causal
+from decodax.engine.methods import with_cache
 from tests.caches.small import DEEP, PROMPTS
 
 SIZES = dict(budget=6, page_size=2, recent=9, skip=())
@@ -101,7 +102,7 @@ def committed(cache: Any, entries: Any, slots: Any) -> Any:
 
 
 def begun(window: int, prompt: list[int], capacity: int = 64, **more: Any) -> tuple[Rereading, Any]:
-    lm = make("retro-attention", **{**SIZES, **more}, window=window).put_on(DEEP)
+    lm = with_cache(DEEP, make("retro-attention", **{**SIZES, **more}, window=window))
     cache = lm.model.init_cache(1, capacity)
     if prompt:
         read = causal(jnp.asarray([prompt]), jnp.zeros(1, jnp.int32)).replace(is_prefill=True)

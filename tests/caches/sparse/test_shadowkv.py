@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches.sparse.shadowkv import ShadowKVCache, ShadowKVConfig
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
@@ -32,7 +33,7 @@ def test_a_query_reads_the_chunks_of_shadowkv_by_keys_of_low_rank() -> None:
     two = lambda x: jnp.concatenate([jnp.asarray(x).reshape(1, *x.shape[-3:])] * 2)
     # the other row is a shorter text
     at = jnp.arange(131)
-    cache = cache.commit([(two(rotated), two(values))], jnp.where(at < jnp.array([[131], [50]]), at,
+    cache = cache.commit([KVEntry(two(rotated), two(values))], jnp.where(at < jnp.array([[131], [50]]), at,
                                                                   -1)).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
     assert isinstance(cache, ShadowKVCache) and cache.shadows[0] is not None

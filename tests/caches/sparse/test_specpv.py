@@ -11,9 +11,11 @@ import pytest
 from jax import Array
 
 import decodax as dx
+from decodax.cache.entry import KVEntry
 from decodax.caches.sparse.specpv import SpecPVCache, SpecPVConfig
 from decodax.core.capabilities import ReadPrompt, finish_prefill, needs_refresh, prefill_cache
 from decodax.core.window import causal
+from decodax.engine.methods import with_cache
 from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 
 FEW = SpecPVConfig(budget=8, sinks=1, window=1, block_size=4, buffer=5)
@@ -27,7 +29,7 @@ def test_blocks_are_those_of_the_authors() -> None:
     cache = SpecPVConfig(20, 1, 2, 4, 8)([(2, 8)], 2, 80, jnp.float32)
     assert isinstance(cache, SpecPVCache)
     at, two = jnp.arange(61), jnp.asarray([keys, keys])
-    cache = cache.commit([(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
+    cache = cache.commit([KVEntry(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
     cache = cache.choose_blocks([jnp.asarray([q, q])], jnp.array([True, True]))
     chosen = [[sorted(x.tolist()) for x in row] for row in cache.chosen[0]]
     assert chosen == [wanted, [[-1, -1, -1, -1, 0]] * 2]
@@ -117,7 +119,7 @@ SNAP = dx.caches.make("snapkv", budget=14, window_size=4)
 @pytest.mark.parametrize(("answers", "drafts"), [(FEW, SNAP), (None, FEW)], ids=["answers", "drafts"])
 def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any, drafts: Any) -> None:
     """And gives the tokens of plain decoding on the cache that answers."""
-    lm = SMALL if answers is None else answers.put_on(SMALL)
+    lm = SMALL if answers is None else with_cache(SMALL, answers)
     own = dx.Speculative(dx.drafts.OwnCache(SMALL, drafts))
     plain, drafted = (dx.generate(lm, PROMPTS, algorithm=alg, max_new_tokens=20) for alg in (None, own))
     assert plain.tokens.tolist() == drafted.tokens.tolist() and drafted.stats.accepted.sum() > 0

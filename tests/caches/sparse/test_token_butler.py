@@ -10,6 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches import Butler, make
 from decodax.caches.sparse.token_butler import PredictedReading, TokenButlerCache
 from decodax.core.window import causal
@@ -73,14 +74,14 @@ def test_a_query_reads_the_tokens_that_it_reads_there(behind: int) -> None:
         cache = kind([KVLayer(HEADS, 8, T, queries=HEADS)] * LAYERS, 1, T, jnp.float32)
         assert isinstance(cache, TokenButlerCache)
         both = lambda x, marks, layer: jnp.concatenate([x, jnp.asarray(marks)[None, :, :, layer - 1]], -1)
-        entries = [(k if layer == 0 else both(k, keys, layer), v) for layer in range(LAYERS)]
+        entries = [KVEntry(k if layer == 0 else both(k, keys, layer), v) for layer in range(LAYERS)]
         own = butler.layer
-        entries.append((jnp.zeros((1, T, *own[:2])),) * 2)
+        entries.append(KVEntry(*(jnp.zeros((1, T, *own[:2])),) * 2))
         slots = jnp.arange(T, dtype=jnp.int32)[None]
         cache = cache.commit(entries, jnp.where(slots < first, slots, -1))
         window = causal(jnp.zeros((1, behind + 1), jnp.int32), cache.length)
         some = lambda x: jax.lax.dynamic_slice_in_dim(x, first, behind + 1, 1)
-        return jnp.stack([cache.attend(layer, some(both(q, queries, layer)), some(entries[layer][0]), some(v), window,
+        return jnp.stack([cache.attend(layer, some(both(q, queries, layer)), some(entries[layer].keys), some(v), window,
                                        scale=8 ** -0.5)[0][0, -1] for layer in (1, 2)])
 
     for i, at in enumerate((5, 17, 29)):
@@ -97,9 +98,9 @@ def test_true_logits_are_those_of_the_model() -> None:
     tokens = jnp.asarray(TEXTS[:1], jnp.int32)
     _, wanted = estimated(DEEP.model, DEEP.params, BUTLER, tokens)
     window = causal(tokens, jnp.zeros(1, jnp.int32))
-    q, k = DEEP.model.apply(DEEP.params, window, Scored()).entries[1]
+    entry = DEEP.model.apply(DEEP.params, window, Scored()).entries[1]
     r = np.random.default_rng(0).standard_normal((1, 24, 2, 4)).astype(np.float32)
-    out = window_attention(q, k, jnp.asarray(r), window.visible(), window.positions, scale=1.0)
+    out = window_attention(entry.queries, entry.keys, jnp.asarray(r), window.visible(), window.positions, scale=1.0)
     weights = jax.nn.softmax(jnp.where(jnp.tri(24, dtype=bool), wanted[0, 0], -jnp.inf), axis=-1)
     np.testing.assert_allclose(out[0], jnp.einsum("hqk,khd->qhd", weights, r[0].repeat(2, 1)), atol=1e-4)
 

@@ -326,7 +326,7 @@ KINDS = {
 def written(kind: Kind, directory: Path) -> tuple[Path, Path]:
     """Returns the directory of a small checkpoint and its GGUF file."""
     model = tiny.build(kind.case, vocab_size=VOCAB, **kind.more)
-    model.save_pretrained(directory)
+    tiny.write(model, directory)
     return directory, converted(directory, kind, model.config.to_dict())
 
 

@@ -103,6 +103,79 @@ def bamba(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
     return mamba2(name, turned(name, x, c), c["mamba_n_groups"])
 
 
+def mistral4(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {f"{name}.weight": x} if ".experts." in name else deepseek(name, x, c)
+
+
+def tempered(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    rope = c["rope_parameters"]
+    trained = rope["original_max_position_embeddings"]
+    return latent(c, tensors) | {
+        "leading_dense_block_count": 0, "expert_weights_norm": c["norm_topk_prob"], "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"], "rope.scaling.original_context_length": trained,
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        "attention.temperature_scale": rope["llama_4_scaling_beta"], "attention.temperature_length": trained}
+
+
+def chosen(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    return latent(c, tensors) | {
+        "leading_dense_block_count": 1, "expert_weights_norm": c["norm_topk_prob"], "expert_gating_func": 2,
+        "attention.indexer.head_count": c["index_n_heads"], "attention.indexer.key_length": c["index_head_dim"],
+        "attention.indexer.top_k": c["index_topk"],
+        "attention.indexer.types": [int(kind == "full") for kind in c["indexer_types"]]}
+
+
+def kimi(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    if name.endswith("A_log"):
+        return {name: -np.exp(x)}
+    if name.endswith("conv1d.weight"):
+        return {name: x.reshape(1, x.shape[0], 1, -1)}
+    return deepseek(name.replace(".dt_bias", ".dt_proj.bias"), x, c)
+
+
+def channels(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    full = [kind == "full_attention" for kind in c["layer_types"]]
+    return {"context_length": 64, "attention.head_count_kv": list(map(int, full)),
+            "attention.kv_lora_rank": c["kv_lora_rank"],
+            "attention.key_length": c["kv_lora_rank"] + c["qk_rope_head_dim"],
+            "attention.key_length_mla": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+            "attention.value_length_mla": c["v_head_dim"], "rope.dimension_count": c["qk_rope_head_dim"],
+            "kda.head_dim": c["linear_head_dim"], "ssm.conv_kernel": c["linear_conv_kernel_dim"],
+            "expert_count": c["num_experts"], "expert_used_count": c["num_experts_per_token"],
+            "expert_feed_forward_length": c["moe_intermediate_size"], "expert_gating_func": 2,
+            "expert_shared_count": c["num_shared_experts"], "leading_dense_block_count": 1,
+            "expert_weights_scale": float(c["routed_scaling_factor"]),
+            **({"attention.q_lora_rank": c["q_lora_rank"]} if c["q_lora_rank"] else {})}
+
+
+def mimo2(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {f"{name}.weight": x} if "attention_sink" in name else deepseek(name, x, c)
+
+
+def windows(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    near = [kind == "sliding_attention" for kind in c["layer_types"]]
+    ropes = c["rope_parameters"]
+    groups = c["num_key_value_heads"]
+    return {"attention.head_count_kv": [groups * (1 + slides) for slides in near],
+            "attention.sliding_window_pattern": list(map(int, near)), "attention.value_length": c["v_head_dim"],
+            "attention.sliding_window": c["sliding_window"], "attention.key_length": c["head_dim"],
+            "attention.value_scale": c["attention_value_scale"],
+            "rope.dimension_count": int(c["head_dim"] * ropes["full_attention"]["partial_rotary_factor"]),
+            "rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
+            "rope.freq_base_swa": float(ropes["sliding_attention"]["rope_theta"]),
+            "expert_count": c["n_routed_experts"], "expert_used_count": c["num_experts_per_tok"],
+            "expert_feed_forward_length": c["moe_intermediate_size"], "expert_gating_func": 2}
+
+
+def hunyuan(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    return {"expert_count": c["num_experts"], "expert_used_count": c["moe_topk"], "expert_shared_count": 1,
+            "expert_feed_forward_length": c["intermediate_size"], "attention.key_length": c["head_dim"],
+            "expert_shared_feed_forward_length": c["intermediate_size"], "attention.value_length": c["head_dim"]}
+
+
+# llama.cpp takes the least divisor of the layers' norms for those of latents, queries and keys, too. It requires 64
+# index channels or a multiple.
+KDA = {"linear_num_heads": 4, "rms_norm_eps": 1e-6, "num_expert_group": 1, "topk_group": 1}
 ALTUP = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 260}
 FOUR = {"attention_chunk_size": 8192, "floor_scale": 8192, "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1],
         "layer_types": None}
@@ -112,6 +185,14 @@ MORE = {
     "deepseek-v2-before": before("deepseek-v2"), "deepseek-v3-before": before("deepseek-v3"),
     "llama4": Kind("llama4", "llama4", chunked, llama4, FOUR),
     "gemma3n": Kind("gemma3n", "gemma3n", streams, gemma3n, ALTUP),
+    "mistral4": Kind("mistral4", "mistral4", tempered, mistral4),
+    "glm-dsa": Kind("glm-dsa", "glm5", chosen, deepseek, {
+        "attention_bias": False, "rms_norm_eps": 1e-6, "index_head_dim": 64}),
+    "kimi-linear": Kind("kimi-linear", "kimi-linear", channels, kimi, KDA),
+    "kimi-linear-query": Kind("kimi-linear", "kimi-linear-query", channels, kimi, {**KDA, "mlp_layer_types": None}),
+    "mimo2": Kind("mimo2", "mimo-v2-flash", windows, mimo2),
+    "hunyuan-moe": Kind("hunyuan-moe", "hunyuan-moe", hunyuan, more={
+        "moe_topk": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "gpt-oss": Kind("gpt-oss", "gpt-oss", sinks, gpt_oss, {
         "hidden_size": 64, "intermediate_size": 96, "swiglu_limit": 7.0}),
     "gpt-oss-mxfp4": Kind("gpt-oss", "gpt-oss", sinks, gpt_oss, {

@@ -62,7 +62,7 @@ DIFFERENT = {"phimoe", "deepseek-v2", "deepseek-v2-before", "bamba"}
 """Files with which llama.cpp computes something else than the model that they were made from; see the cases below."""
 ROUGH = {"gemma3n": 0.01, "gpt-oss-mxfp4": 0.3, "falcon": 0.005, "falcon-40b": 0.005, "bloom": 0.005}
 """Bounds for files with which llama.cpp rounds: activations to 8 bits, or GELU to 16."""
-REFUSED = {"qwen3.5", "qwen3.5-moe", "qwen3-next", "gptj"}
+REFUSED = {"qwen3.5", "qwen3.5-moe", "qwen3-next", "gptj", "kimi-linear-query"}
 """Files that llama.cpp does not load: it has no such architecture, or takes other widths than those of the tests."""
 EQUAL: dict[str, Kind] = {
     **{name: kind for name, kind in {**KINDS, **MORE, **RECURRENT}.items() if name not in DIFFERENT | REFUSED},

@@ -22,7 +22,8 @@ from tests.matrix import often
 
 FAMILIES = {"llama": LLAMA, "fused": FUSED, "tied": TIED, "experts": EXPERTS}
 OFTEN = [("gptq", "llama"), ("gptq-act-order", "experts"), ("awq", "fused"), ("w4a16-asym", "experts"),
-         ("w8a8", "tied"), ("fp8", "experts"), ("fp8", "fused"), ("nf4-double", "fused"), ("bnb-8", "llama")]
+         ("w8a8", "tied"), ("mxfp4", "experts"), ("fp8", "experts"), ("fp8", "fused"), ("nf4-double", "fused"),
+         ("bnb-8", "llama")]
 
 
 def weights_of(params: Any) -> dict[str, np.ndarray]:
@@ -225,6 +226,9 @@ def test_tensors_of_no_layer_are_named(small: Written) -> None:
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: got \[128\], takes two numbers"),
     ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
      "format: got 'nvfp4-pack-quantized', takes 'pack-quantized'"),
+    ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}}},
+     r"config_groups\.group_0\.weights: got group_size 16, symmetric None, format 'mxfp4-pack-quantized' takes 32"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups: got None, takes an object"),
 ])
 def test_a_format_that_is_not_read_is_named(entries: dict[str, Any], said: str, small: Written) -> None:

@@ -17,8 +17,8 @@ from tests.io.quantised.writer import KINDS, Tensors, write_safetensors
 from tests.matrix import often
 from tests.models.tiny import ALIKE, CASES, saved
 
-LEFT = re.compile(r"embed|wte|wpe|lm_head|norm|router|\.gate\.weight|gate_weight|conv1d|conv\.conv|A_log|dt_|\.x_proj"
-                  r"|_scale")
+LEFT = re.compile(r"embed|wte|wpe|lm_head|norm|router|\.gate\.weight|\.wg\.|gate_weight|conv1d|conv\.conv|A_log|dt_"
+                  r"|\.x_proj|_scale")
 """Parts of names of tensors that quantisers leave out."""
 
 

@@ -22,6 +22,7 @@ from decodax.io.quantised import METHODS
 from decodax.io.quantised.scheme import StoredLinear, halves, halves_of_pairs, unpack
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats import published, scaled
+from decodax.models.formats.mxfp4 import Mxfp4Blocks
 from decodax.models.formats.published import InputsPermuted, Levels, ZeroPoints
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed, multiply
@@ -30,7 +31,8 @@ from tests.io.quantised.writer import NAMES, Tensors, dense, float8, write_safet
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 N, K = 32, 64
 PLAIN = {"w4a16": Scaled, "w4a16-asymmetric": ZeroPoints, "w8a8": Scaled, "fp8-block": Scaled, "nf4": Levels,
-         "bnb-int8": Scaled, "awq": ZeroPoints, "gptq-4": ZeroPoints, "gptq-4-act-order": InputsPermuted}
+         "mxfp4": Mxfp4Blocks, "bnb-int8": Scaled, "awq": ZeroPoints, "gptq-4": ZeroPoints,
+         "gptq-4-act-order": InputsPermuted}
 
 
 def tensors_of(kind: str) -> Tensors:
@@ -66,7 +68,8 @@ def test_products_are_those_of_the_package_that_defines_the_format(kind: str, tm
     np.testing.assert_allclose(made.values(jnp.float32) @ x, wanted, atol=2e-6 * (1 + np.abs(wanted).max()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gptq-4-act-order", "awq", "w4a16-asymmetric", "nf4-double", "fp8-block", "bnb-int8"])
+@pytest.mark.parametrize("kind", ["gptq-4-act-order", "awq", "w4a16-asymmetric", "nf4-double", "fp8-block", "bnb-int8",
+                                  "mxfp4"])
 @pytest.mark.wide(but=("gptq-4-act-order", "awq"))
 def test_outputs_are_read_by_themselves(kind: str, tmp_path: Path) -> None:
     own = layer(tmp_path, kind, tensors_of(kind))

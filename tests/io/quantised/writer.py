@@ -112,6 +112,18 @@ def packed(stem: str, w: np.ndarray, bits: int = 4, group: int = 32, symmetric: 
     return made, _decoded(codes, scales, zeros, np.arange(w.shape[1]) // group)
 
 
+def mxfp4(stem: str, w: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """Floats of 4 bits, with a power of two for 32 consecutive inputs, which the largest of them determines."""
+    groups = w.reshape(len(w), -1, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(-1))).astype(np.int64) - 2
+    scaled, levels = groups / 2.0 ** exponents[..., None], np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.abs(np.abs(scaled)[..., None] - levels).argmin(-1)
+    decoded = np.sign(scaled) * levels[codes] * 2.0 ** exponents[..., None]
+    both = (codes | (scaled < 0) * 8).reshape(len(w), -1, 2)
+    return {f"{stem}.weight_packed": (both[..., 0] | both[..., 1] << 4).astype(np.uint8),
+            f"{stem}.weight_scale": (exponents + 127).astype(np.uint8)}, decoded.reshape(w.shape).astype(np.float32)
+
+
 def int8(stem: str, w: np.ndarray, tail: str = "weight_scale") -> tuple[Tensors, np.ndarray]:
     largest = np.abs(w).max(-1, keepdims=True)
     scales = (largest / 127).astype(jnp.bfloat16) if tail == "weight_scale" else largest[:, 0].astype(np.float32)
@@ -187,6 +199,8 @@ KINDS: dict[str, tuple[dict[str, Any], Writer]] = {
                    lambda stem, w: packed(stem, w, symmetric=False)),
     "w8a16": (_groups("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32, symmetric=True),
               lambda stem, w: packed(stem, w, bits=8)),
+    "mxfp4": (_groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
+                      symmetric=True, scale_dtype="torch.uint8"), mxfp4),
     "w8a8": (_groups("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), int8),
     "fp8-channel": (_groups("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True),
                     lambda stem, w: float8(stem, w, (1, w.shape[1]), "weight_scale", jnp.bfloat16)),

@@ -64,6 +64,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
                        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}, {
                            "image_token_id": 96, "video_token_id": 95, "audio_token_id": 94},
                        "model.language_model.layers."),
+    "lfm2-vl": ("lfm2_vl", {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 12},
+                {**SIGHT, "num_patches": 16}, {"image_token_id": 96, "projector_hidden_size": 16},
+                "model.language_model.layers."),
+    "lfm3-vl": ("lfm3_vl", {"model_type": "lfm3", "layer_types": ["conv", "sliding_attention"], "head_dim": 16,
+                            **SMALL_WINDOW}, {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "patch_size": 4}, {"image_token_id": 96, "projector_hidden_size": 16},
+                "model.language_model.layers."),
+    "phi4-multimodal": ("phi4_multimodal", {
+        "original_max_position_embeddings": 16, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.6], "partial_rotary_factor": 0.75,
+            "long_factor": [1.5, 2.0, 6.0]}}, SIGHT, {"audio_config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2,
+                "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16}},
+                        "model.layers."),
     "llama4": ("llama4", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                           "attention_chunk_size": 5, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2},
                {**SIGHT, "intermediate_size": 16, "vision_output_dim": 16, "projector_input_dim": 16,
@@ -73,9 +88,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
 
 def saved(name: str, directory: Path) -> Any:
     kind, text, sight, more, _ = copy.deepcopy(CASES[name])        # transformers adds entries to nested ones
-    config = transformers.AutoConfig.for_model(kind, text_config={**COMMON, **text}, vision_config=sight, **more)
+    text = {**COMMON, **text}
+    of_text: dict[str, Any] = text if kind == "phi4_multimodal" else {"text_config": text}
+    config = transformers.AutoConfig.for_model(kind, **of_text, vision_config=sight, **more)
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    auto = transformers.AutoModelForCausalLM if of_text is text else transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))

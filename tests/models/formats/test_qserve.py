@@ -14,6 +14,7 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.plain import Autoregressive
+from decodax.common.hadamard import hadamard
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.files import ONE
@@ -23,7 +24,7 @@ from decodax.models.blocks.options import Layer
 from decodax.models.config import NormConfig
 from decodax.models.experts import mix
 from decodax.models.formats import Int4, QServe, pack
-from decodax.models.formats.qserve import W4A8, hadamard, quantised, read_tensors, rotated
+from decodax.models.formats.qserve import W4A8, quantised, read_tensors, rotated
 from decodax.models.packed import multiply
 from decodax.models.routing import Experts
 from decodax.sampling import build

@@ -23,10 +23,11 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.common.hadamard import rotation
 from decodax.core.window import causal
 from decodax.models import Mamba2, Mamba2Config, Transformer, llama
 from decodax.models.formats import Quamba2, quamba2, quamba2_scales, rounded_mamba2
-from decodax.models.formats.integers import codes_of, quarter, rotate, rotation
+from decodax.models.formats.integers import codes_of, quarter, rotate
 from decodax.models.names import flatten
 from decodax.models.recurrent.mamba2 import divided, mixed
 from decodax.models.weight_source import nested

@@ -168,3 +168,19 @@ def test_null_query_rank_means_none() -> None:
     assert read_config(entries).layers[0].latent.query_rank is None
     entries.pop("q_lora_rank")
     assert read_config(entries).layers[0].latent.query_rank == 1536
+
+
+def test_layers_that_take_the_choice_of_others_run_together() -> None:
+    chosen = {**CONFIG, "model_type": "glm_moe_dsa", "index_n_heads": 4, "index_head_dim": 12, "index_topk": 4}
+    shared = read_config({**chosen, "indexer_types": ["full", "shared"]})
+    model = Transformer(shared)
+    params, cache = model.abstract_params(), model.init_cache(1, 8)
+    assert "indexer" in params["layers"]["0"]["attn"] and "indexer" not in params["layers"]["1"]["attn"]
+    window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="the choice of others, or repeat their attention, so they cannot run one by"):
+        model.walk(params, window, cache)
+    with pytest.raises(ValueError, match="or their choice of tokens, so none can be left out"):
+        jax.eval_shape(lambda params: model.apply(params, window, cache, keep=[(True, True), (False, True)]), params)
+    with pytest.raises(ValueError, match=r"^indexer: got a shared one in layer 0, takes one of its own there"):
+        dataclasses.replace(shared, layers=shared.layers[::-1])
+    Transformer(read_config({**chosen, "indexer_types": ["full", "full"]}))._apart()

@@ -12,14 +12,17 @@ from tests.models.latent.test_latent import CONFIG
 pytestmark = pytest.mark.mesh
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5], [9, 10, 11], [1, 2], [3, 4, 5, 6, 7]]
-MODEL = Transformer(read_config(CONFIG))
+SHARED = {**CONFIG, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"], "index_n_heads": 4,
+          "index_head_dim": 12, "index_topk": 4}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_mesh_gives_the_tokens_of_one_device(kind):
-    params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, MODEL.init_params(jax.random.key(0)))
-    alone = LM(model=MODEL, params=params, vocab_size=61)
+@pytest.mark.parametrize("config", [CONFIG, SHARED], ids=["all", "chosen"])
+def test_a_mesh_gives_the_tokens_of_one_device(kind, config):
+    model = Transformer(read_config(config))
+    params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
+    alone = LM(model=model, params=params, vocab_size=61)
     parted = spread(alone, mesh_of(kind, data=2, model=4))
     kernel = parted.params["layers"]["0"]["attn"]["k_b"]["kernel"]
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size

@@ -237,4 +237,4 @@ def test_wrong_configurations_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^block: got one of a layer in a decoder with parallel blocks"):
         of(Layer(block="post"), BASE.layers[0], block="parallel")
     with pytest.raises(ValueError, match=r"^recurrent: cannot be combined with options of attention"):
-        Layer(recurrent=DELTA.recurrent, output_gate=True)
+        Layer(recurrent=DELTA.recurrent, output_gate="channels")

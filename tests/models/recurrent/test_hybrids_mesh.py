@@ -27,6 +27,7 @@ KINDS = ["conv", "full_attention", "conv"]
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 CASES = {
     "lfm2": {"layer_types": KINDS, "block_multiple_of": 8},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"], "sliding_window": 5},
     "nemotron_h": {"hybrid_override_pattern": "ME*", "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,
                    "ssm_state_size": 6, "n_routed_experts": 4, "moe_intermediate_size": 12,
                    "moe_shared_expert_intermediate_size": 10, "moe_latent_size": 8},
@@ -40,8 +41,9 @@ CASES = {
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 6},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 24, "attention_window_size": 16}}
 
-WEIGHTS = {"lfm2": "b c x out", "nemotron_h": "in_z in_x in_b in_c in_dt out", "granitemoehybrid": "in_z in_b out",
-           "kimi_linear": "in_q in_v out", "bamba": "in_x in_c out", "falcon_h1": "in_z in_x in_dt out",
+WEIGHTS = {"lfm2": "b c x out", "lfm3": "b c x out", "nemotron_h": "in_z in_x in_b in_c in_dt out",
+           "granitemoehybrid": "in_z in_b out", "kimi_linear": "in_q in_v out", "bamba": "in_x in_c out",
+           "falcon_h1": "in_z in_x in_dt out",
            "jamba": "in_x in_z low dt out", "recurrent_gemma": "x y out"}
 """Projections of a family's blocks that are divided."""
 

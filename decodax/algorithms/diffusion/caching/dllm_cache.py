@@ -30,6 +30,7 @@ from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import cosine, rank
 from decodax.algorithms.diffusion.view import View
 from decodax.cache import AttentionView, Dense, Wrapper
+from decodax.cache.entry import KVEntry
 from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -154,8 +155,8 @@ class Reusing(Model):
                 seen = AttentionView(positions=pick(places), key_positions=places, seen=pick(visible),
                                      cached=window.cached)
                 attend = self._attend(cache, seen, functools.partial(put, old_k), v)
-                added, (k, _) = net.attention(layer, pick(x), seen.positions, attend)
-                entry, added = (put(old_k, k), v), put(old_added, added)
+                added, own = net.attention(layer, pick(x), seen.positions, attend)
+                entry, added = KVEntry(put(old_k, own.keys), v), put(old_added, added)
                 x = x + added
                 more = put(old_more, net.mlp(layer, pick(x)))
             x = x + more
@@ -168,7 +169,7 @@ class Reusing(Model):
                 values: Array | None = None) -> Callable[..., tuple[Array, Any]]:
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
             out, _ = cache.base.attend(layer, q, keys(k), v if values is None else values, window, **options)
-            return out, (k, v)
+            return out, KVEntry(k, v)
 
         return attend
 

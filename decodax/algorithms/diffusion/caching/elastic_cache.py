@@ -208,7 +208,8 @@ class Tracking(Model):
         entries, streams, queries, texts, renewed, track = [], [], [], [], [], []
         for layer in range(net.layers):
             before, held = x, Held(cache, window)
-            added, (k, v) = net.attention(layer, x, places, held)
+            added, entry = net.attention(layer, x, places, held)
+            k = entry.keys
             x = x + added
             x = x + net.mlp(layer, x)
             q, scale = held.queries, held.scale
@@ -221,9 +222,9 @@ class Tracking(Model):
                         going: Array = going) -> tuple[Array, ...]:
                     entering = put(cache.streams[layer], at, before)
                     starts, held = jnp.where(going[:, None, None], whole, entering), Held(cache, beside)
-                    added, (k, v) = net.attention(layer, starts, all_places, held)
+                    added, own = net.attention(layer, starts, all_places, held)
                     y = starts + added
-                    return y + net.mlp(layer, y), k, v, starts, held.queries
+                    return y + net.mlp(layer, y), own.keys, own.values, starts, held.queries
 
                 none = lambda run=run: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
                 after, *fresh = lax.cond(full.any(), run, none)
@@ -238,7 +239,7 @@ class Tracking(Model):
                 whole, going, full = after, full, full | drifts
             column = jnp.where(asked[:, None, :, None], weights, 0).sum((1, 2))
             track.append(jnp.argmax(jnp.where(masked | ~text, -1, column), 1).astype(jnp.int32))
-            entries.append((k, v))
+            entries.append(entry)
             streams.append(before)
             queries.append(q)
         return net.out(x, Tracked(

@@ -20,6 +20,7 @@ from decodax.common.axes import constrain
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Cache, Entries
+from decodax.core.checks import draft_weights
 from decodax.core.keys import Purpose
 from decodax.core.loaded import network_of
 from decodax.core.mesh import heads
@@ -65,8 +66,7 @@ class Judged(Sequential):
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
         """Returns the second model's state after it has processed the prompts, except for their last tokens. `slots` is
         the capacity of its cache; its weights are `params.draft`."""
-        if params.draft is None:
-            raise ValueError(f"params: {type(self).__name__} needs its model's weights in Params.draft")
+        draft_weights(params.draft, self, what="model's weights")
         cache = self.model.init_cache(s.batch, slots, params=params.draft)
         chunk = min(self.chunk, s.tokens.shape[1])
 

@@ -9,7 +9,7 @@ layers would see from that position.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -19,11 +19,12 @@ from decodax.algorithms.speculative.heads.cross_kv import ReadsTargetKeys, atten
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.common.struct import Struct, short, struct
+from decodax.core.checks import draft_weights
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings
 from decodax.core.window import Window, take
 from decodax.models.drafters.assistant import AssistantHead
-from decodax.models.drafters.head import HeadStep
+from decodax.models.drafters.head import DraftHead, HeadStep
 
 
 @struct
@@ -44,7 +45,7 @@ class AssistantDraft(ReadsTargetKeys):
     """Drafts with an assistant.
 
     Attributes:
-        model: the target: a `LayeredModel`, or the result of `decodax.load`. Its weights are `Params.target`.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the assistant's network, an `AssistantHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
@@ -56,9 +57,10 @@ class AssistantDraft(ReadsTargetKeys):
     __repr__ = short
 
     head: AssistantHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = AssistantHead, "an assistant"
+
     def init(self, params: Params, s: State) -> Assisting:      # type: ignore[override]
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError("params: AssistantHead needs its HeadWeights in Params.draft")
+        draft_weights(params.draft, self.head, HeadWeights)
         return Assisting(feature=jnp.zeros((s.batch, self.head.backbone), self._dtype(params)))
 
     def start(self, params: Params, s: State, state: Assisting, room: int) -> tuple[Assisting, Answer]:   # type: ignore[override]

@@ -8,7 +8,7 @@ a correction, that is computed for each node, from the node's token and the memo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,19 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.by_depth import spread
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import truncate
+from decodax.core.checks import draft_weights
 from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, bidirectional, causal, take
 from decodax.models.drafters.block import BlockHead
+from decodax.models.drafters.head import DraftHead
 
 
 @struct
@@ -67,6 +69,7 @@ class BlockDraft(TrainedHead):
     __repr__ = short
 
     head: BlockHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = BlockHead, "one with a block head"
 
     @property
     def takes_gaps(self) -> bool:
@@ -88,8 +91,7 @@ class BlockDraft(TrainedHead):
         return length or self.head.longest
 
     def init(self, params: Params, s: State) -> BlockState:      # type: ignore[override]
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
+        draft_weights(params.draft, self.head, HeadWeights)
         cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
         assert cache is not None
         return BlockState(cache=constrain(cache, heads(cache)))
@@ -171,23 +173,4 @@ class BlockDraft(TrainedHead):
         return attend
 
 
-def block_draft(lm: Any, draft: Any, *systems: str) -> BlockDraft:
-    """Returns the drafting source of a target from a trained drafter with a block head, which predicts several tokens
-    at once.
-
-    Args:
-        lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
-        systems: names of the methods for which it may have been trained, the most likely first.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has another head.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, BlockHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a block "
-                         "head")
-    return BlockDraft(made.model, made.head, made.weights)
-
-
-__all__ = ["BlockDraft", "BlockState", "block_draft"]
+__all__ = ["BlockDraft", "BlockState"]

@@ -16,20 +16,23 @@ from jax import Array
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
 from decodax.algorithms.speculative.drafts.self.self_draft import conditional
-from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import AttentionView
+from decodax.cache.entry import KVEntry
 from decodax.common.axes import constrain
 from decodax.common.struct import short
 from decodax.core.cache import Cache, Feature
 from decodax.core.capabilities import tree_buffer, truncate
+from decodax.core.checks import draft_weights
 from decodax.core.mesh import heads
 from decodax.core.state import State
-from decodax.core.types import Decision, LayeredModel, Out, Params, embeddings
+from decodax.core.types import Decision, Out, Params, embeddings
 from decodax.core.window import Window, causal
 from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.cross_kv import CrossKVHead
-from decodax.models.drafters.head import HeadStep
+from decodax.models.drafters.head import DraftHead, HeadStep
+from decodax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ReadsTargetKeys(TrainedHead):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.model, LayeredModel):
+        if not isinstance(self.model, Transformer):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
                              "values that the head reads")
         self.head.check_target(self.model.config)
@@ -56,7 +59,7 @@ class CrossKVDraft(ReadsTargetKeys):
     """Drafts with a head that attends to the target's cache.
 
     Attributes:
-        model: the target: a `LayeredModel`, or the result of `decodax.load`. Its weights are `Params.target`.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the head's network, a `CrossKVHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
@@ -68,14 +71,14 @@ class CrossKVDraft(ReadsTargetKeys):
     __repr__ = short
 
     head: CrossKVHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = CrossKVHead, "one with a CrossKVHead"
 
     @property
     def takes_gaps(self) -> bool:
         return False            # its positions are those of the text
 
     def init(self, params: Params, s: State) -> Drafting:      # type: ignore[override]
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError("params: CrossKVHead needs its HeadWeights in Params.draft")
+        draft_weights(params.draft, self.head, HeadWeights)
         cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
         return Drafting(cache=constrain(cache, heads(cache)))
 
@@ -117,7 +120,7 @@ class CrossKVDraft(ReadsTargetKeys):
         """Returns the entries of the head's cache for verified tokens, which are the nodes `source` (`i32[B, W]`) of
         the target's window; None: all of them."""
         embedded = embeddings(self.model, params.target, tokens).astype(self._dtype(params))
-        return self.head.keys_values(params.draft.head, embedded, positions),
+        return KVEntry(*self.head.keys_values(params.draft.head, embedded, positions)),
 
     def _known(self, s: State, cache: Cache) -> tuple[Any, int]:
         """Returns the cache that the cross-attention reads, and the layer in it. `cache` is the head's."""
@@ -158,18 +161,4 @@ def attention_to(cache: Any, layer: int, q: Array, window: Window, shape: tuple[
     return cache.attend(layer, q.astype(dtype), none, none, alone, **options)[0].astype(q.dtype)
 
 
-def cross_kv(lm: Any, draft: Any, *systems: str) -> CrossKVDraft:
-    """Returns the source of drafts for a target, from a drafter that reads its keys and values; the arguments are those
-    of `trained`.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has another head.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, CrossKVHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a "
-                         "CrossKVHead")
-    return CrossKVDraft(made.model, made.head, made.weights)
-
-
-__all__ = ["CrossKVDraft", "ReadsTargetKeys", "attention_to", "cross_kv"]
+__all__ = ["CrossKVDraft", "ReadsTargetKeys", "attention_to"]

@@ -7,26 +7,24 @@ from typing import Any
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.pard import MaskedDrafts, config_of
 from decodax.algorithms.speculative.drafts.model.pard2 import aligned
-from decodax.algorithms.speculative.heads.assistant import next_tokens
-from decodax.algorithms.speculative.heads.block import block_draft
-from decodax.algorithms.speculative.heads.cross_kv import cross_kv
-from decodax.algorithms.speculative.heads.falcon import semi_autoregressive
-from decodax.algorithms.speculative.heads.mixture_of_attentions import mixture
-from decodax.algorithms.speculative.heads.p_eagle import parallel
-from decodax.algorithms.speculative.heads.prompted.pass_ import look_ahead
-from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
-from decodax.algorithms.speculative.heads.source import trained
+from decodax.algorithms.speculative.heads.assistant import AssistantDraft
+from decodax.algorithms.speculative.heads.block import BlockDraft
+from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
+from decodax.algorithms.speculative.heads.falcon import SemiAutoregressive
+from decodax.algorithms.speculative.heads.mixture_of_attentions import MixtureDraft
+from decodax.algorithms.speculative.heads.p_eagle import ParallelDraft
+from decodax.algorithms.speculative.heads.prompted.pass_ import LookAheadEmbeddings
+from decodax.algorithms.speculative.heads.prompted.source import PromptTokens
+from decodax.algorithms.speculative.heads.source import HeadSource, TrainedHead
 from decodax.algorithms.speculative.source import Source
 from decodax.io.drafters import TrainedDrafter
-from decodax.models.drafters.assistant import AssistantHead
-from decodax.models.drafters.block import BlockHead
-from decodax.models.drafters.cross_kv import CrossKVHead
-from decodax.models.drafters.falcon import FalconHead
 from decodax.models.drafters.hamburger import HamburgerHead
-from decodax.models.drafters.mixture import MixtureHead
-from decodax.models.drafters.parallel import ParallelHead
-from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
 from decodax.models.drafters.units import UnitHead
+
+SOURCES: tuple[type[HeadSource], ...] = (
+    BlockDraft, LookAheadEmbeddings, PromptTokens, SemiAutoregressive, MixtureDraft, CrossKVDraft, ParallelDraft,
+    AssistantDraft)
+"""Sources with a head of their own, the special ones first; all other heads are those of a `TrainedHead`."""
 
 
 def drafting_source(lm: Any, drafter: Any) -> Source:
@@ -49,8 +47,5 @@ def drafting_source(lm: Any, drafter: Any) -> Source:
         "writes the groups of tokens that its model reads; only 'hamburger'")}.get(type(drafter.head))
     if only is not None:
         raise ValueError(f"draft: got {drafter.name!r}, which {only} takes it")
-    special = ((BlockHead, block_draft), (LookAheadHead, look_ahead), (ProbesHead, prompt_tokens),
-               (FalconHead, semi_autoregressive), (MixtureHead, mixture), (CrossKVHead, cross_kv),
-               (ParallelHead, parallel), (AssistantHead, next_tokens))
-    make: Any = next((make for kind, make in special if isinstance(drafter.head, kind)), trained)
-    return make(lm, drafter, drafter.system)
+    kind: type[HeadSource] = next((kind for kind in SOURCES if isinstance(drafter.head, kind.takes[0])), TrainedHead)
+    return kind.trained(lm, drafter, drafter.system)

@@ -20,7 +20,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads.block import BlockDraft
 from decodax.algorithms.speculative.source import Children, Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
@@ -113,7 +113,7 @@ def dspark(lm: Any, draft: Any = None, length: Count | None = None, threshold: S
     Raises:
         ValueError: a threshold of None for a head without a confidence head.
     """
-    source, verify = block_draft(lm, draft, "dspark"), verify or SeedExact()
+    source, verify = BlockDraft.trained(lm, draft, "dspark"), verify or SeedExact()
     longest = source.within(length)
     if threshold is not None:
         cut = source.head.confidence is not None

@@ -7,7 +7,7 @@ So a tree of `k m` levels takes `m` passes of the drafter. Training: `decodax.tr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
+from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.trees.published import FALCON_75
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -24,11 +24,13 @@ from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer, truncate
+from decodax.core.checks import draft_weights
 from decodax.core.mesh import heads
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings
 from decodax.core.window import Window, take
 from decodax.models.drafters.falcon import FalconHead
+from decodax.models.drafters.head import DraftHead
 
 
 @struct
@@ -71,14 +73,14 @@ class SemiAutoregressive(TrainedHead):
     __repr__ = short
 
     head: FalconHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = FalconHead, "one with Falcon's head"
 
     @property
     def takes_gaps(self) -> bool:
         return False            # its positions are those of the text
 
     def init(self, params: Params, s: State) -> FalconState:     # type: ignore[override]
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
+        draft_weights(params.draft, self.head, HeadWeights)
         h, dtype = self.head, self._dtype(params)
         cache = h.init_cache(s.batch, s.cache.capacity, dtype)
         assert cache is not None
@@ -171,22 +173,4 @@ def falcon(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
         shape: shape of the draft tree; None: the authors' 75 nodes in 4 levels, which are 2 blocks of 2.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    return Speculative(semi_autoregressive(lm, draft, "falcon"), verify or SeedExact(), shape or FALCON_75)
-
-
-def semi_autoregressive(lm: Any, draft: Any, *systems: str) -> SemiAutoregressive:
-    """Returns the drafting source of a target from a trained drafter with Falcon's semi-autoregressive head.
-
-    Args:
-        lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
-        systems: names of the methods for which it may have been trained, the most likely first.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has another head.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, FalconHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with Falcon's "
-                         "head")
-    return SemiAutoregressive(made.model, made.head, made.weights)
+    return Speculative(SemiAutoregressive.trained(lm, draft, "falcon"), verify or SeedExact(), shape or FALCON_75)

@@ -11,7 +11,7 @@ from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.cross_kv import cross_kv
+from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
@@ -31,4 +31,4 @@ def glide(lm: Any, draft: Any = None, length: Count = 5, shape: Shape | None = N
         shape: another shape of the draft tree, such as the paper's `decodax.trees.CaPE`.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    return Speculative(cross_kv(lm, draft, "glide"), verify or SeedExact(), shape or Chain(length))
+    return Speculative(CrossKVDraft.trained(lm, draft, "glide"), verify or SeedExact(), shape or Chain(length))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads.block import BlockDraft
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
@@ -36,5 +36,5 @@ def jetspec(lm: Any, draft: Any = None, nodes: Count = 64, length: Count | None 
         width: number of nodes expanded in a layer, and of children of each.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft, *SYSTEMS)
+    source = BlockDraft.trained(lm, draft, *SYSTEMS)
     return Speculative(source, verify or SeedExact(), ConfidenceTree(nodes, source.within(length), width))

@@ -13,7 +13,7 @@ from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.cross_kv import cross_kv
+from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -38,4 +38,4 @@ def longspec(lm: Any, draft: Any = None, length: Count = 5, nodes: Whole = 68, w
         verify: the rule that accepts drafts; None: seed-exact.
     """
     tree = shape or (ConfidenceTree(nodes, length, width) if nodes else Chain(length))
-    return Speculative(cross_kv(lm, draft, "longspec"), verify or SeedExact(), tree)
+    return Speculative(CrossKVDraft.trained(lm, draft, "longspec"), verify or SeedExact(), tree)

@@ -18,10 +18,11 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
 from decodax.algorithms.speculative.drafts.self.self_draft import conditional
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft, cross_kv
+from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.cache.entry import KVEntry
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import short, struct
@@ -30,6 +31,7 @@ from decodax.core.capabilities import Draftable, tree_buffer
 from decodax.core.state import State
 from decodax.core.types import Out, Params
 from decodax.core.window import Window, causal, take
+from decodax.models.drafters.head import DraftHead
 from decodax.models.drafters.mixture import MixtureHead
 
 
@@ -54,6 +56,7 @@ class MixtureDraft(CrossKVDraft):
     __repr__ = short
 
     head: MixtureHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = MixtureHead, "one with a MixtureHead"
     defers: ClassVar[bool] = False      # it reads the entries of the target's cache
 
     def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
@@ -90,13 +93,14 @@ class MixtureDraft(CrossKVDraft):
     def _entries(self, params: Params, tokens: Array, positions: Array, out: Out,
                  source: Array | None) -> tuple[Any, ...]:
         shape = (*out.hidden.shape[:2], self.head.kv_layers[0].heads, self.head.kv_layers[0].width)
-        if any(len(entry) < 2 or any(x.shape != shape for x in entry[:2]) for entry in out.entries):
+        if any(not isinstance(entry, KVEntry) or entry.keys.shape != shape or entry.values.shape != shape
+               for entry in out.entries):
             raise ValueError("cache: the head reads the target's keys and values in the entries of its cache, which "
                              "has others; takes a dense cache")
-        pairs = {i: tuple(entry[:2]) for i, entry in enumerate(out.entries)}
+        pairs = {i: entry.pair for i, entry in enumerate(out.entries)}
         pairs = pairs if source is None else jax.tree.map(lambda x: take(x, source), pairs)
         return (*super()._entries(params, tokens, positions, out, source),
-                self.head.known(params.draft.head, pairs, positions))
+                KVEntry(*self.head.known(params.draft.head, pairs, positions)))
 
 
 @ALGORITHMS.register("mixture-of-attentions", "Mixture of Attentions For Speculative Decoding", "Zimmer et al. 2024",
@@ -115,22 +119,4 @@ def mixture_of_attentions(lm: Any, draft: Any = None, length: Count = 6, nodes: 
         verify: the rule that accepts drafts; None: seed-exact.
     """
     tree = shape or (ConfidenceTree(nodes, length, width) if nodes else Chain(length))
-    return Speculative(mixture(lm, draft, "mixture-of-attentions"), verify or SeedExact(), tree)
-
-
-def mixture(lm: Any, draft: Any, *systems: str) -> MixtureDraft:
-    """Returns the drafting source of a target from a trained drafter with a mixture-of-attentions head (`MixtureHead`).
-
-    Args:
-        lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
-        systems: names of the methods for which it may have been trained, the most likely first.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has another head.
-    """
-    made = cross_kv(lm, draft, *systems)
-    if not isinstance(made.head, MixtureHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a "
-                         "MixtureHead")
-    return MixtureDraft(made.model, made.head, made.weights)
+    return Speculative(MixtureDraft.trained(lm, draft, "mixture-of-attentions"), verify or SeedExact(), tree)

@@ -7,13 +7,13 @@ before it. Their keys and values are not kept. Training: `decodax.train.drafting
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.source import HeadState, TrainedHead, trained
+from decodax.algorithms.speculative.heads.source import HeadState, TrainedHead
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
@@ -23,6 +23,7 @@ from decodax.core.capabilities import truncate
 from decodax.core.state import State
 from decodax.core.types import Params
 from decodax.core.window import causal, take
+from decodax.models.drafters.head import DraftHead
 from decodax.models.drafters.parallel import ParallelHead
 
 
@@ -34,6 +35,7 @@ class ParallelDraft(TrainedHead):
     __repr__ = short
 
     head: ParallelHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = ParallelHead, "one with a ParallelHead"
 
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
         h = self.head
@@ -69,24 +71,5 @@ def p_eagle(lm: Any, draft: Any = None, length: Count | None = None, verify: Ver
         length: number of drafts; None: as many as the head was trained for.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = parallel(lm, draft, "p-eagle")
+    source = ParallelDraft.trained(lm, draft, "p-eagle")
     return Speculative(source, verify or SeedExact(), Chain(length or source.head.drafts))
-
-
-def parallel(lm: Any, draft: Any, *systems: str) -> ParallelDraft:
-    """Returns the drafting source of a target from a trained drafter with a `ParallelHead`, which predicts all tokens
-    of a round in one pass.
-
-    Args:
-        lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
-        systems: names of the methods for which it may have been trained, the most likely first.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has another head.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, ParallelHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes one with a "
-                         "ParallelHead")
-    return ParallelDraft(made.model, made.head, made.weights)

@@ -23,6 +23,7 @@ from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer, truncate
+from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.mesh import heads
@@ -70,14 +71,15 @@ class HeadState(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedHead(Source):
-    """Drafts with a trained head.
+class HeadSource(Source):
+    """Base class of sources with the weights of a trained drafter.
 
     Attributes:
         model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
-        head: the head's network.
+        head: the drafter's network.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
+        takes: the class of `head`, and what a drafter with it is called in errors.
     """
 
     __repr__ = short
@@ -86,14 +88,36 @@ class TrainedHead(Source):
     head: DraftHead
     weights: Any = data()
     vocab_size: int | None = None
-    defers: ClassVar[bool] = True
+    takes: ClassVar[tuple[type[DraftHead], str]] = DraftHead, "a trained drafter"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", network_of(self.model)[0])
 
-    def for_vocabulary(self, size: int) -> TrainedHead:
+    @classmethod
+    def trained(cls, lm: Any, draft: Any, *systems: str) -> Self:
+        """Returns the source of drafts for a target, from a trained drafter with a head of this class; the arguments
+        are those of the function `trained`.
+
+        Raises:
+            ValueError: as in `trained`, or the drafter has another head.
+        """
+        made, (head, words) = trained(lm, draft, *systems), cls.takes
+        if not isinstance(made.head, head):
+            raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes {words}")
+        return cls(made.model, made.head, made.weights)
+
+    def for_vocabulary(self, size: int) -> Self:
         """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedHead(HeadSource):
+    """Drafts with a trained head. The attributes are those of `HeadSource`."""
+
+    __repr__ = short
+
+    defers: ClassVar[bool] = True
 
     @property
     def reader(self) -> Self:
@@ -108,8 +132,7 @@ class TrainedHead(Source):
         return not self.head.carries_state
 
     def init(self, params: Params, s: State) -> HeadState:
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError(f"params: {type(self.head).__name__} needs its HeadWeights in Params.draft")
+        draft_weights(params.draft, self.head, HeadWeights)
         cache, dtype = None, self._dtype(params)
         if self.head.kv_layers:
             cache = self.head.init_cache(s.batch, s.cache.capacity, dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.block import block_draft
+from decodax.algorithms.speculative.heads.block import BlockDraft
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
@@ -28,5 +28,5 @@ def xpress(lm: Any, draft: Any = None, length: Count | None = None, verify: Veri
         length: number of drafts that are verified; None: all that the block predicts.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = block_draft(lm, draft, "xpress")
+    source = BlockDraft.trained(lm, draft, "xpress")
     return Speculative(source, verify or SeedExact(), Chain(source.within(length)))

@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.source import Children, Grower
+from decodax.algorithms.speculative.source import Children, Grower, SharesBudget
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.trees.shared_chains import SharedChains
@@ -25,7 +25,7 @@ from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Tetris(SharedChains):
+class Tetris(SharedChains, SharesBudget):
     """Chains whose drafts share one budget of the batch (Wu et al., 2025).
 
     The drafts of a row depend on the other rows of the batch, but its tokens do not. Sampled drafts that are left out

@@ -52,10 +52,8 @@ class BlockVerification(Verifier):
 
     def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         log_p = dist.log_probs()
-        drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
-        K = drafts.shape[1]
-        p = jnp.exp(log_p[:, :K])
-        at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
+        live, p, q, own_p, own_q = chain_drafts(self, tree, log_p)
+        K = live.shape[1]
         # no draft after broken logits holds: a row that gets there ends there, with a status
         sound = log_p[:, :K].max(-1) > -jnp.inf
         n = jnp.cumprod((live & sound).astype(jnp.int32), 1).sum(1)
@@ -65,7 +63,7 @@ class BlockVerification(Verifier):
             return w, w
 
         # q = 0 (a draft that cannot have been drawn) never divides; p / tiny is finite, so that 0 times it is 0
-        ratio = at(p) / jnp.maximum(at(q), jnp.finfo(p.dtype).tiny)
+        ratio = own_p / jnp.maximum(own_q, jnp.finfo(p.dtype).tiny)
         one = jnp.ones_like(ratio[:, 0])
         w = jnp.concatenate([one[:, None], lax.scan(weigh, one, ratio.T)[1].T], 1)      # [B, 1 + K]
         spare = jnp.maximum(w[:, :K, None] * p - q, 0).sum(-1)

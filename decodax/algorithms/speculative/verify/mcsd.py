@@ -18,17 +18,15 @@ from jax import Array, lax
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed
-from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verifier import Guarantee, Verifier
-from decodax.algorithms.speculative.verify.walk import certain, residual, walk
+from decodax.algorithms.speculative.tree import Drawn
+from decodax.algorithms.speculative.verifier import Guarantee
+from decodax.algorithms.speculative.verify.walk import SiblingVerifier, certain, residual
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
-from decodax.core.state import State
-from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiRound(Verifier):
+class MultiRound(SiblingVerifier):
     """Multi-round rejection sampling of the children of each node; the output has the target's distribution.
 
     A deterministic draft is accepted with its probability in what earlier siblings have left of p. A dead child is not
@@ -46,25 +44,8 @@ class MultiRound(Verifier):
     def drawn(self) -> Drawn:
         return "independent" if self.replacement else "distinct"
 
-    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        return walk(self.siblings, dist, s, tree)
-
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """Tests the children of one tree node by multi-round rejection sampling.
-
-        Args:
-            p: `f32[V]`, the target's probabilities after the node.
-            q: `f32[V]`, probabilities from which the children were drawn, or a function that gives them for a child's
-                index; None: they were not drawn.
-            tokens: `i32[1 + N]`, tokens of all nodes of the tree.
-            children, dead: `bool[1 + N]`, the node's live children, and its dead ones.
-            u: `f32[1 + N]`, a uniform random number for each node.
-
-        Returns:
-            The accepted child, `i32[]`; whether there is one, `bool[]`; and the residual distribution, `f32[V]`,
-                unnormalised.
-        """
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q) and not self.replacement:

@@ -35,13 +35,11 @@ class Rejection(Verifier):
 
     def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         log_p = dist.log_probs()
-        drafts, live, q = chain_drafts(self, tree, log_p.shape[-1])
-        K = drafts.shape[1]
-        p = jnp.exp(log_p[:, :K])
-        at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
+        live, p, q, own_p, own_q = chain_drafts(self, tree, log_p)
+        K = live.shape[1]
         u = keys.uniforms(s.key, dist.predicts[:, :K], Purpose.ACCEPT)[..., 0]
         # u < p/q, written so that q = 0 (a draft that cannot have been drawn) never divides
-        accepted = jnp.cumprod(((u * at(q) < at(p)) & live).astype(jnp.int32), 1).sum(1)
+        accepted = jnp.cumprod(((u * own_q < own_p) & live).astype(jnp.int32), 1).sum(1)
         left = jnp.where(live[..., None], residual(p - q, p), p)
         last = jnp.concatenate([jnp.log(left), log_p[:, K:]], 1)
         # broken logits reach the row's status: no draft after them is accepted, since no comparison with NaN holds
@@ -50,9 +48,15 @@ class Rejection(Verifier):
         return path, accepted, jnp.take_along_axis(own, accepted[:, None], 1)[:, 0]
 
 
-def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, Array]:
-    """Returns the drafts of a chain, `i32[B, K]`; `bool[B, K]`, False for padding; and the distribution from which each
-    was drawn, `f32[B, K, V]`, one-hot for deterministic drafts. `rule` is the verifier, for the error.
+def chain_drafts(rule: Any, tree: Tree, log_p: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns, for the K drafts of a chain: `bool[B, K]`, False for padding; the target's distribution at each and the
+    one from which it was drawn, `f32[B, K, V]`, one-hot for deterministic drafts; and the probabilities of the draft in
+    both, `f32[B, K]`.
+
+    Args:
+        rule: the verifier, for the error.
+        tree: the drafts.
+        log_p: `f32[B, 1 + K, V]`, the target's log-probabilities after each node.
 
     Raises:
         ValueError: the tree is not a chain.
@@ -61,8 +65,11 @@ def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, 
         raise ValueError(f"verify: {type(rule).__name__} takes chains, got a tree of {tree.size - 1} drafts, "
                          f"{tree.longest} deep; MultiRound and SeedExact take trees")
     drafts, log_q = tree.tokens[:, 1:], tree.log_q
-    certain = jax.nn.one_hot(drafts, vocabulary, dtype=jnp.float32)
-    return drafts, tree.live[:, 1:], certain if log_q is None else jnp.exp(log_q[:, :drafts.shape[1]])
+    K = drafts.shape[1]
+    p = jnp.exp(log_p[:, :K])
+    q = jax.nn.one_hot(drafts, log_p.shape[-1], dtype=jnp.float32) if log_q is None else jnp.exp(log_q[:, :K])
+    at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
+    return tree.live[:, 1:], p, q, at(p), at(q)
 
 
 def is_chain(tree: Tree) -> bool:

@@ -24,19 +24,17 @@ from jax import Array, lax
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed
-from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verifier import Guarantee, Verifier
-from decodax.algorithms.speculative.verify.walk import certain, residual, walk
+from decodax.algorithms.speculative.tree import Drawn
+from decodax.algorithms.speculative.verifier import Guarantee
+from decodax.algorithms.speculative.verify.walk import SiblingVerifier, certain, residual
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
-from decodax.core.state import State
-from decodax.sampling.distribution import Distribution
 
 HALVINGS = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeq(Verifier):
+class KSeq(SiblingVerifier):
     """The k-SEQ rule at each node of a tree, where k is the number of its live children (Sun et al., 2023). The output
     has the target's distribution.
 
@@ -59,24 +57,8 @@ class KSeq(Verifier):
         if self.rho != "auto" and not (isinstance(self.rho, (int, float)) and self.rho >= 1):
             raise ValueError(f"rho: got {self.rho!r}, takes 'auto' or a number of at least 1")
 
-    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-        return walk(self.siblings, dist, s, tree)
-
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """Tests the children of one tree node by K-SEQ selection.
-
-        Args:
-            p: `f32[V]`, the target's probabilities after the node.
-            q: `f32[V]`, probabilities from which the children were drawn; None: they were not drawn.
-            tokens: `i32[1 + N]`, tokens of all nodes of the tree.
-            children, dead: `bool[1 + N]`, the node's live children, and its dead ones.
-            u: `f32[1 + N]`, a uniform random number for each node.
-
-        Returns:
-            The accepted child, `i32[]`; whether there is one, `bool[]`; and the residual distribution, `f32[V]`,
-                unnormalised.
-        """
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q):

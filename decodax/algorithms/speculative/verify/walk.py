@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +12,44 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.tree import Tree, at_parents, path_to
+from decodax.algorithms.speculative.verifier import Verifier
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import draw
 
-Siblings = Callable[[Array, Any, Array, Array, Array, Array], tuple[Array, Array, Array]]
-"""A function that tests the children of one node.
 
-It takes p, `f32[V]`; q, `f32[V]` (None: drafts are deterministic; a function of a child's index `i32[]`: each child was
-drawn from a distribution of its own); the tokens of all nodes of the tree, `i32[1 + N]`; masks of the live and the dead
-children, `bool[1 + N]`; and a uniform number for each node, `f32[1 + N]`. It returns the accepted child, `i32[]`; True
-if there is one, `bool[]`; and the unnormalised distribution of the next token if there is none, `f32[V]`.
-"""
+class SiblingVerifier(Verifier):
+    """Base class of verifiers that test the children of a node together, from the root of the tree down, until none is
+    accepted; the next token is then drawn from the residual distribution. Derive a frozen dataclass."""
+
+    @abc.abstractmethod
+    def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
+                 u: Array) -> tuple[Array, Array, Array]:
+        """Tests the children of one tree node.
+
+        Args:
+            p: `f32[V]`, the target's probabilities after the node.
+            q: `f32[V]`, probabilities from which the children were drawn; a function of a child's index `i32[]` if each
+                was drawn from a distribution of its own; None: they were not drawn (`certain` tests such children).
+            tokens: `i32[1 + N]`, tokens of all nodes of the tree.
+            children, dead: `bool[1 + N]`, the node's live children, and its dead ones.
+            u: `f32[1 + N]`, a uniform random number for each node.
+
+        Returns:
+            The accepted child, `i32[]`; whether there is one, `bool[]`; and the residual distribution, `f32[V]`,
+                unnormalised.
+        """
+
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return walk(self.siblings, dist, s, tree)
 
 
-def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-    """Verifies a draft tree from the root down: at each node `siblings` tests the children, until none is accepted; the
-    next token is then drawn from the residual distribution.
+def walk(siblings: Callable[..., tuple[Array, Array, Array]], dist: Distribution, s: State, tree: Tree
+         ) -> tuple[Array, Array, Array]:
+    """Verifies a draft tree from the root down: at each node `siblings` (`SiblingVerifier.siblings`) tests the
+    children, until none is accepted; the next token is then drawn from the residual distribution.
 
     Returns the path of accepted nodes, `i32[B, longest + 1]`; the number of accepted drafts, `i32[B]`; and the drawn
     token, `i32[B]`. The outcome at a level does not depend on the levels below, and its position is decided in this
@@ -77,9 +97,9 @@ def residual(left: Array, p: Array) -> Array:
 
 
 def certain(p: Array, tokens: Array, children: Array, u: Array) -> tuple[Array, Array, Array]:
-    """Tests deterministic children, for which q is None (a `Siblings` without q): each is accepted with its probability
-    in what earlier children have left of p. In total, one is accepted with the sum of p over the children; no rule that
-    keeps p accepts more often."""
+    """Tests deterministic children, for which q is None (see `SiblingVerifier.siblings`): each is accepted with its
+    probability in what earlier children have left of p. In total, one is accepted with the sum of p over the children;
+    no rule that keeps p accepts more often."""
     n = jnp.arange(tokens.shape[0])
     again = ((tokens[:, None] == tokens) & children & (n < n[:, None])).any(-1)
     chance = jnp.where(children & ~again, p[tokens], 0)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.cache.entry import AskedEntry
 from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.heads.adakv import AdaptiveHeads, HeadCap
@@ -127,10 +128,10 @@ class Reconstruction(TokenScore):
         chunks = jnp.maximum(length - self.n_sink + chunk - 1, 0) // chunk
         return lax.fori_loop(0, chunks, repeat, nothing)
 
-    def _most(self, worth: Array, kv: Array, entry: Any, live: Array, start: Array, number: Array,
+    def _most(self, worth: Array, kv: Array, entry: AskedEntry, live: Array, start: Array, number: Array,
               chunk: int) -> Array:
         """Returns the scores of a layer, updated by the maximum weights that the tokens of a chunk receive."""
-        k, _, q = (x[0].astype(jnp.float32) for x in entry)
+        k, q = (x[0].astype(jnp.float32) for x in (entry.keys, entry.queries))
         W, H, d = q.shape
         G, S = kv.shape[1:3]
         begin = jnp.minimum(start, S - chunk)

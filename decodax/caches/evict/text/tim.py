@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, own_entry
+from decodax.cache.entry import own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.caches.evict.text.marks import Marks, marked, read_marks
 from decodax.caches.rotation import moved, rope_of
 from decodax.common.options import Count, Whole
@@ -138,7 +139,7 @@ class TIMCache(KeyValues, PromptPhase, Refreshes):
         back = self.removed[:, None]
         to = jnp.where(slots >= 0, slots - back, -1)
         turn = lambda shape, k: moved(shape, k, jnp.broadcast_to(-back, k.shape[:2]))
-        kv = tuple(write(held, jnp.concatenate([turn(shape, entry[0]), entry[1]], -1), to)
+        kv = tuple(write(held, jnp.concatenate([turn(shape, entry.keys), entry.values], -1), to)
                    for held, entry, shape in zip(self.kv, entries, self.shapes, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 

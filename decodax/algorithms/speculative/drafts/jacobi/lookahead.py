@@ -39,7 +39,7 @@ from decodax.algorithms.speculative.drafts.jacobi.jacobi import filling
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Probes, Proposal
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, Range, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
@@ -80,16 +80,14 @@ class Lookahead(Draft):
         ValueError: `window_size`, `guess_set_size` or `buckets` below 1, or `ngram_size` below 2.
     """
 
-    window_size: int = 7
-    ngram_size: int = 5
-    guess_set_size: int = 7
-    buckets: int = 1024
+    window_size: Count = 7
+    ngram_size: Annotated[int, Range(2)] = 5
+    guess_set_size: Count = 7
+    buckets: Count = 1024
     text: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1), ("buckets", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+        check_options(type(self), vars(self))
 
     @property
     def length(self) -> int:

@@ -19,6 +19,7 @@ from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer
+from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import heads
@@ -89,8 +90,7 @@ class DraftModel(Source):
         return Resized(self.model, self.reads, self.vocab_size)
 
     def init(self, params: Params, s: State) -> Drafting:
-        if params.draft is None:
-            raise ValueError("params: DraftModel needs its weights in Params.draft")
+        draft_weights(params.draft, self)
         cache = self.model.init_cache(s.batch, s.cache.capacity, params=params.draft)
         return Drafting(cache=constrain(cache, heads(cache)))
 

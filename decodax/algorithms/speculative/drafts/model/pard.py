@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.by_depth import logits_by_depth, spread
+from decodax.algorithms.speculative.by_depth import answer_by_depth, spread
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel, catch_up
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer, Level, Shape
@@ -100,9 +100,7 @@ class MaskedDrafts(DraftModel):
         return Masked(cache=cache, hidden=hidden), Answer(self._logits(params, hidden[:, :1]), hidden[:, :1])
 
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
-        hidden, logits = logits_by_depth(state.hidden, level.positions - s.length[:, None] + 1,
-                                         functools.partial(self._logits, params))
-        return state, Answer(logits, hidden)
+        return state, answer_by_depth(state.hidden, s, level, functools.partial(self._logits, params))
 
     def place(self, state: Any, slots: Array) -> Any:
         return state

@@ -28,6 +28,7 @@ from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import truncate
+from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings
@@ -88,8 +89,7 @@ class AlignedDrafts(MaskedDrafts):
         return self
 
     def init(self, params: Params, s: State) -> Any:
-        if params.draft is None:
-            raise ValueError("params: AlignedDrafts needs its weights in Params.draft")
+        draft_weights(params.draft, self)
         weights, projection = params.draft
         cache = super().init(params.replace(draft=weights), s).cache
         kernel = projection["weight"]

@@ -39,7 +39,7 @@ from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.common.options import Count, Range, Share
+from decodax.common.options import Count, Range, Share, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
@@ -93,18 +93,14 @@ class SpecBranch(AroundSource, Draft):
     """
 
     source: Source
-    gamma: int = 4
-    branches: int = 3
-    threshold: float = 0.4
+    gamma: Annotated[int, Range(2)] = 4
+    branches: Count = 3
+    threshold: Share = 0.4
     lengths: Lengths | None = None
     written: ClassVar[tuple[str, ...]] = ("heads", "rest", "confident")
 
     def __post_init__(self) -> None:
-        for name, low in (("gamma", 2), ("branches", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {low}")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold: got {self.threshold}, takes a number from 0 to 1")
+        check_options(type(self), vars(self))
 
     @property
     def length(self) -> int:

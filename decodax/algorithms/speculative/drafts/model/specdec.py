@@ -25,6 +25,7 @@ from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
+from decodax.core.checks import draft_weights
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
@@ -71,8 +72,7 @@ class NonAutoregressive(MaskedDrafts):
             object.__setattr__(self, "model", MaskPredictor.of(self.model))
 
     def init(self, params: Params, s: State) -> Any:
-        if params.draft is None:
-            raise ValueError("params: NonAutoregressive needs its weights in Params.draft")
+        draft_weights(params.draft, self)
         source = None
         if isinstance(self.model, EncoderDecoder):
             memory = s.cache.inputs

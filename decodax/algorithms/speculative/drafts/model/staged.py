@@ -38,6 +38,7 @@ from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
+from decodax.core.checks import draft_weights
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
@@ -130,8 +131,7 @@ class Staged(Draft):
             return self.draft.cache_needs | guesses | (TREES if self.spare else CHAINS)
 
     def init(self, params: Params, s: State) -> Any:
-        if params.draft is None:
-            raise ValueError("params: Staged needs (draft model's weights, inner draft's weights) in Params.draft")
+        draft_weights(params.draft, self, what="pair of weights, of the draft model and of the inner draft,")
         model, inner = (params.replace(draft=x) for x in params.draft)
         kept = self.inner.init(inner, s)
         if not isinstance(self.inner, Source) and jax.tree.leaves(kept):

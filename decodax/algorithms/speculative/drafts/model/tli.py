@@ -34,6 +34,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, static, struct
 from decodax.core.cache import require
+from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.mesh import heads
 from decodax.core.state import State, Status
@@ -132,8 +133,7 @@ class Intersection(Source):
         return self
 
     def init(self, params: Params, s: State) -> Mapped:
-        if not isinstance(params.draft, CommonTokens):
-            raise ValueError("params: Intersection needs its CommonTokens in Params.draft")
+        draft_weights(params.draft, self, CommonTokens)
         size, capacity = room_for(self.source.model, self.room * s.cache.capacity)
         cache = self.source.model.init_cache(s.batch, capacity, params=params.draft.weights)
         require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")

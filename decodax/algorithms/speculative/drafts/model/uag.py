@@ -38,6 +38,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature, require
+from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.mesh import heads
 from decodax.core.round import run
@@ -155,8 +156,7 @@ class Realigned(Draft):
                    max(128, 1 << (2 * target.longest - 1).bit_length()), alignment)
 
     def init(self, params: Params, s: State) -> Reading:
-        if not isinstance(params.draft, AlignedVocabularies):
-            raise ValueError("params: Realigned needs its AlignedVocabularies in Params.draft")
+        draft_weights(params.draft, self, AlignedVocabularies)
         if self.window < 2 * params.draft.target.longest:
             raise ValueError(f"window: got {self.window} bytes, takes {2 * params.draft.target.longest} or more, twice "
                              "the longest target token")

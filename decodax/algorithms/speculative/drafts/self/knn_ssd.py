@@ -34,6 +34,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.capabilities import Draftable
+from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
@@ -96,9 +97,7 @@ class KNNSkip(SelfDraft):
         return self
 
     def init(self, params: Params, s: State) -> Matched:
-        c, given = self.model.config, params.draft
-        if given is None:
-            raise ValueError("params: KNNSkip needs its Anchors in Params.draft")
+        c, given = self.model.config, draft_weights(params.draft, self, Anchors)
         if given.vectors.shape[1:] != (c.width,) or given.keep.shape != (len(given.vectors), self.model.depth, 2):
             raise ValueError(f"anchors: got vectors {given.vectors.shape} and keep {given.keep.shape}, takes "
                              f"(A, {c.width}) and (A, {self.model.depth}, 2)")

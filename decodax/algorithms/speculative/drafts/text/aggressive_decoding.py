@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.source import Draft, Drawn, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
@@ -63,18 +63,16 @@ class InputGuided(Draft):
         ValueError: a length or match below 1, `max_match` below `min_match`, or a negative number to skip or leave.
     """
 
-    length: int = 16
-    skip: int = 0
-    leave: int = 0
-    min_match: int = 1
+    length: Count = 16
+    skip: Whole = 0
+    leave: Whole = 0
+    min_match: Count = 1
     max_match: int | None = None
     free: ClassVar[bool] = True
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 1), ("skip", 0), ("leave", 0), ("min_match", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+        check_options(type(self), vars(self))
         if self.max_match is not None and self.max_match < self.min_match:
             raise ValueError(f"max_match: got {self.max_match}, takes at least min_match, {self.min_match}")
 

@@ -29,7 +29,7 @@ from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, S
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import check_counts
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, Range, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
@@ -51,17 +51,15 @@ class NGram(FromText, Draft):
         ValueError: a length or number of places below 1, or an order below 2.
     """
 
-    length: int = 5
-    order: int = 4
-    places: int = 32
+    length: Count = 5
+    order: Annotated[int, Range(2)] = 4
+    places: Count = 32
     free: ClassVar[bool] = True
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("length", 1), ("order", 2), ("places", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
+        check_options(type(self), vars(self))
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         history = self.history(params, s)

@@ -39,7 +39,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Whole
+from decodax.common.options import Count, Positive, Whole, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -65,22 +65,18 @@ class SuffixAutomaton(FromText, Draft):
             every document has one token.
     """
 
-    length: int = 10
-    factor: float = 4.0
-    min_match: int = 1
-    len_bias: int = 5
-    longest: int = 32
+    length: Count = 10
+    factor: Positive = 4.0
+    min_match: Count = 1
+    len_bias: Whole = 5
+    longest: Count = 32
     full: bool = False
     free: ClassVar[bool] = True
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("length", 1), ("min_match", 1), ("len_bias", 0), ("longest", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
-        if not self.factor > 0:
-            raise ValueError(f"factor: got {self.factor}, takes more than 0")
+        check_options(type(self), vars(self))
         if self.corpus and max(map(len, self.corpus)) < 2:
             raise ValueError("corpus: got documents of one token each, takes one of two or more")
 

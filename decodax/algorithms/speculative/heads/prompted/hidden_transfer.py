@@ -12,7 +12,7 @@ from typing import Any
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.prompted.source import prompt_tokens
+from decodax.algorithms.speculative.heads.prompted.source import PromptTokens
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.registry import ALGORITHMS
@@ -33,5 +33,5 @@ def hidden_transfer(lm: Any, draft: Any = None, shape: Shape | None = None, veri
         shape: shape of the draft tree; None: a chain with a draft for each pseudo state.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = prompt_tokens(lm, draft, "hidden-transfer")
+    source = PromptTokens.trained(lm, draft, "hidden-transfer")
     return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))

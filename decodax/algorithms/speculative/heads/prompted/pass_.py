@@ -10,7 +10,7 @@ pass computes the newest token again, which the paper saves. Training: the text'
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,6 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.self_draft import conditional, layered
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.prompted.source import Prompted, PromptTokens
-from decodax.algorithms.speculative.heads.source import trained
 from decodax.algorithms.speculative.source import Answer, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -28,6 +27,7 @@ from decodax.common.struct import short
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
+from decodax.models.drafters.head import DraftHead
 from decodax.models.drafters.prompt_tokens import LookAheadHead
 
 
@@ -45,6 +45,7 @@ class LookAheadEmbeddings(PromptTokens):
     __repr__ = short
 
     head: LookAheadHead
+    takes: ClassVar[tuple[type[DraftHead], str]] = LookAheadHead, "look-ahead embeddings"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,23 +83,5 @@ def pass_(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifi
         shape: shape of the draft tree; None: a chain of the next token and one for each embedding.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = look_ahead(lm, draft, "pass")
+    source = LookAheadEmbeddings.trained(lm, draft, "pass")
     return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))
-
-
-def look_ahead(lm: Any, draft: Any, *systems: str) -> LookAheadEmbeddings:
-    """Returns the drafting source of a target from trained look-ahead embeddings.
-
-    Args:
-        lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
-        systems: names of the methods for which it may have been trained, the most likely first.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has other weights.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, LookAheadHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes look-ahead "
-                         "embeddings")
-    return LookAheadEmbeddings(made.model, made.head, made.weights)

@@ -20,7 +20,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
-from decodax.algorithms.speculative.heads.prompted.source import PromptTokens, prompt_tokens
+from decodax.algorithms.speculative.heads.prompted.source import PromptTokens
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.tree import Probes, Proposal
 from decodax.algorithms.speculative.trees.sparse_trees import DepthState, SparseTrees
@@ -144,7 +144,7 @@ def ppd(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier
             prompt token.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    source = prompt_tokens(lm, draft, "ppd")
+    source = PromptTokens.trained(lm, draft, "ppd")
     if isinstance(shape, SparseTrees):
         return Speculative(SparsePromptTokens(source.model, source.head, source.weights, trees=shape),
                            verify or SeedExact())

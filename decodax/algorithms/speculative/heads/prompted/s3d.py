@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.self_draft import layered
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.prompted.pass_ import LookAheadEmbeddings, look_ahead
+from decodax.algorithms.speculative.heads.prompted.pass_ import LookAheadEmbeddings
 from decodax.algorithms.speculative.heads.source import HeadWeights
 from decodax.algorithms.speculative.source import Shape
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -46,7 +46,7 @@ def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None
         verify: the rule that accepts drafts; None: seed-exact.
     """
     if draft is not None:
-        source = look_ahead(lm, draft, "s3d")
+        source = LookAheadEmbeddings.trained(lm, draft, "s3d")
         return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))
     mask = lm.pad if mask is None else mask
     if mask >= lm.vocab_size:

@@ -5,25 +5,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.speculative.by_depth import logits_by_depth, spread
+from decodax.algorithms.speculative.by_depth import answer_by_depth, spread
 from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.heads.source import HeadWeights, trained
-from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.algorithms.speculative.heads.source import HeadSource, HeadWeights
+from decodax.algorithms.speculative.source import Answer, Level
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature
-from decodax.core.composed import data
-from decodax.core.loaded import network_of
+from decodax.core.checks import draft_weights
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, Transfer, embeddings, logits_of
+from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, take
+from decodax.models.drafters.head import DraftHead
+from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.drafters.prompt_tokens import ProbesHead
 
 
@@ -40,7 +41,7 @@ class Prompted(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptTokens(Source):
+class PromptTokens(HeadSource):
     """Drafts with the target's own predictions at trained probes: prompt tokens, or transferred hidden states.
 
     Attributes:
@@ -52,26 +53,16 @@ class PromptTokens(Source):
 
     __repr__ = short
 
-    model: Any
     head: ProbesHead
-    weights: Any = data()
-    vocab_size: int | None = None
+    takes: ClassVar[tuple[type[DraftHead], str]] = ProbesHead, "trained probes"
     cache_needs: ClassVar[frozenset[Feature]] = TREES
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model)[0])
-
-    def for_vocabulary(self, size: int) -> PromptTokens:
-        """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
-        return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property
     def longest(self) -> int:
         return self.head.longest
 
     def init(self, params: Params, s: State) -> Prompted:
-        if not isinstance(params.draft, HeadWeights):
-            raise ValueError("params: PromptTokens needs its HeadWeights in Params.draft")
+        draft_weights(params.draft, self.head, HeadWeights)
         one = jax.eval_shape(lambda params: embeddings(self.model, params.target, jnp.zeros((1, 1), jnp.int32)), params)
         return Prompted(hidden=jnp.zeros((s.batch, self.longest, self.head.ensemble * one.shape[-1]), one.dtype))
 
@@ -80,9 +71,7 @@ class PromptTokens(Source):
         return state, Answer(self._logits(params, hidden), hidden)
 
     def extend(self, params: Params, s: State, state: Prompted, level: Level) -> tuple[Prompted, Answer]:
-        hidden, logits = logits_by_depth(state.hidden, level.positions - s.length[:, None] + 1,
-                                         functools.partial(self._logits, params))
-        return state, Answer(logits, hidden)
+        return state, answer_by_depth(state.hidden, s, level, functools.partial(self._logits, params))
 
     def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes | None:
         t, n = tree(s.newest, proposal, self.head.heads), self.head.heads * self.head.ensemble
@@ -111,21 +100,3 @@ class PromptTokens(Source):
         B, W, E = *hidden.shape[:2], self.head.ensemble
         logits = logits_of(self.model, params.target, hidden.reshape(B, W * E, -1))
         return spread(logits if E == 1 else logits.reshape(B, W, E, -1).mean(2), None, self.vocab_size)
-
-
-def prompt_tokens(lm: Any, draft: Any, *systems: str) -> PromptTokens:
-    """Returns the drafting source of a target from trained prompt tokens: extra inputs whose outputs in the target's
-    own forward pass predict further tokens.
-
-    Args:
-        lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter` or the path of one; None: the one that is shipped for the target.
-        systems: names of the methods for which it may have been trained, the most likely first.
-
-    Raises:
-        ValueError: as in `trained`, or the drafter has a network.
-    """
-    made = trained(lm, draft, *systems)
-    if not isinstance(made.head, ProbesHead):
-        raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes trained probes")
-    return PromptTokens(made.model, made.head, made.weights)

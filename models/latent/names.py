@@ -1,0 +1,25 @@
+"""Tensor names of families with multi-head latent attention: the fields of `decodax.models.names.Names`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PARTS = ("gate", "up", "down")
+MLA: dict[str, Any] = {
+    "layer": {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm",
+              **{f"attn.{ours}": f"self_attn.{theirs}" for ours, theirs in (
+                  ("q", "q_proj"), ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"),
+                  ("kv_a", "kv_a_proj_with_mqa"), ("kv_a_norm", "kv_a_layernorm"), ("k_b", "kv_b_proj"),
+                  ("v_b", "kv_b_proj"), ("o", "o_proj"), ("indexer.q", "indexer.wq_b"), ("indexer.k", "indexer.wk"),
+                  ("indexer.k_norm", "indexer.k_norm"), ("indexer.weigh", "indexer.weights_proj"))},
+              **{f"mlp.{part}": f"mlp.{part}_proj" for part in PARTS}, "mlp.router": "mlp.gate",
+              **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in PARTS}},
+    "fused": (("attn.k_b", "attn.v_b"),), "grouped": True}
+"""Of DeepSeek. The halves of the keys and values of each head share one tensor."""
+
+NAMES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
+                    MLA),
+    "mistral4": {**MLA, "fused": (*MLA["fused"], ("mlp.gate", "mlp.up")), "experts": {
+        "mlp.gate": "mlp.experts.gate_up_proj", "mlp.up": "mlp.experts.gate_up_proj",
+        "mlp.down": "mlp.experts.down_proj"}}}
