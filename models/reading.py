@@ -49,7 +49,7 @@ def read_experts(count: int, chosen: int, width: int, normalise: bool = True, ke
     if count < 1:
         raise ValueError(f"num_experts, num_local_experts or n_routed_experts: got {count}, takes 1 or more")
     if chosen > count:
-        raise ValueError(f"{key}: got {chosen}, takes at most the number of experts, {count}")
+        raise ValueError(f"{key}: got {chosen}, takes at most the number of experts (num_experts), {count}")
     try:
         return Experts(count, chosen, width, normalise, **fields)
     except ValueError as e:

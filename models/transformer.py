@@ -208,7 +208,7 @@ class Transformer(LayeredModel, RandomWeights):
 
     def _apart(self) -> None:
         c = self.config
-        why = ("some read the keys and values or the choice of others, or repeat their attention" if c.shared else
+        why = ("some read the keys and values of others, or their choice, or repeat their attention" if c.shared else
                "they have several residual streams" if c.streams is not None else
                "some have linear attention or a recurrent block" if c.stateful else None)
         if why is not None:
