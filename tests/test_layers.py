@@ -151,3 +151,31 @@ def test_capabilities_are_declared_and_not_probed():
     assert not found - PLACES, "declare these in a base class"
     assert not PLACES - found, "these are probed no longer"
     assert not FOREIGN - {name for _, name in probes()}, "these are probed no longer"
+
+RULES = {
+    "snapkv": ("decodax/caches/evict/snapkv.py", ("WindowAttention", "pooled")),
+    "quest": ("decodax/caches/sparse/quest.py", ("KeyBounds",)),
+    "kivi": ("decodax/caches/quantize/kivi.py", ("affine_codes", "quantize_keys", "quantize_values", "dequantize_keys",
+                                                 "dequantize_values", "_dequantize", "KIVICodec")),
+    "token-recycling": ("decodax/algorithms/speculative/drafts/text/token_recycling.py", ("TokenRecycling", "_at")),
+    "fast-dllm": ("decodax/algorithms/diffusion/samplers/fast_dllm.py", ()),
+    "beam-search": ("decodax/algorithms/beams/beam_search.py", ("BeamStep",)),
+}
+"""Entries of the registry, with the file named after the paper and the classes and functions there that are its rule.
+(): all of the file."""
+
+
+def test_the_rule_of_a_paper_is_read_in_one_file():
+    """It has under 80 lines beside docstrings, comments and blank lines."""
+    for name, (file, parts) in RULES.items():
+        tree = ast.parse((ROOT / file).read_text())
+        texts = {node.lineno + i for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.ClassDef)
+                 for node in part.body[:1] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                 for i in range(node.end_lineno - node.lineno + 1)}
+        rule = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                and (not parts or node.name in parts)]
+        assert {*parts} <= {node.name for node in rule}, name
+        lines = (ROOT / file).read_text().splitlines()
+        count = sum(1 for node in rule for i in range(node.lineno, node.end_lineno + 1)
+                    if i not in texts and lines[i - 1].strip() and not lines[i - 1].strip().startswith("#"))
+        assert count < 80, f"{name}: {count} lines"

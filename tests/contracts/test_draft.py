@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import decodax
-from decodax.algorithms.beams.beam_search import BeamSearch
+from decodax.algorithms.beams.algorithm import BeamSearch
 from decodax.algorithms.beams.lexical import DynamicBeams, GridBeams, _Lexical
 from decodax.algorithms.beams.seal import CorpusBeams
 from decodax.algorithms.diffusion.round import Round

@@ -2,7 +2,7 @@
 kept."""
 
 from decodax.algorithms.beams import variants  # noqa: F401
-from decodax.algorithms.beams.beam_search import BeamSearch
+from decodax.algorithms.beams.algorithm import BeamSearch
 from decodax.algorithms.beams.best_first import BestFirst
 from decodax.algorithms.beams.corpus import Corpus
 from decodax.algorithms.beams.evidence import Evidence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from decodax.algorithms.beams.beam_search import BeamSearch
+from decodax.algorithms.beams.algorithm import BeamSearch
 from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch, hidden_width
 from decodax.common.arguments import flag, number, positive, shown, whole, wrong
 from decodax.common.table import named

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.algorithm import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.beam_search import BeamStep, largest
 from decodax.algorithms.beams.phrases import Cover, Ordered, PhraseProgress, Phrases, Unordered, phrases_of
-from decodax.algorithms.beams.step import Group, Step, largest
+from decodax.algorithms.beams.step import Group
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Params
@@ -78,11 +79,11 @@ class DynamicBeams(_Lexical):
     def memory(self, params: Params, like: Array) -> Any:
         return self.progress.start(params.draft[2], like.shape)
 
-    def stepper(self, params: Params, *scored: Any) -> Step:
+    def stepper(self, params: Params, *scored: Any) -> BeamStep:
         return DynamicStep(self, params.draft[2], params.draft[0], *scored)
 
 
-class _LexicalStep(Step):
+class _LexicalStep(BeamStep):
     def __init__(self, alg: Any, tables: Any, *rest: Any):
         super().__init__(alg, *rest)
         self.tables = tables
@@ -203,7 +204,7 @@ class GridBeams(_Lexical):
         none = jnp.zeros(like.shape, jnp.int32)
         return Cover(has=jnp.zeros((*like.shape, len(self.phrases)), bool), phrase=none - 1, at=none, text=none)
 
-    def stepper(self, params: Params, *scored: Any) -> Step:
+    def stepper(self, params: Params, *scored: Any) -> BeamStep:
         return GridStep(self, params.draft[2], params.draft[0], *scored)
 
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.algorithm import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.beam_search import BeamStep
 from decodax.algorithms.beams.corpus import Corpus, CorpusSpan
 from decodax.algorithms.beams.pool import append
-from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
+from decodax.algorithms.beams.step import Beams, BeamText, Group
 from decodax.common.options import Count, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -122,7 +123,7 @@ class CorpusBeams(BeamSearch):
         passed = Passed(two, two, jnp.full(two.shape, -jnp.inf, jnp.float32), one, one)
         return beams.replace(memory=Known(beams.memory, passed))
 
-    def stepper(self, params: Params, *scored: Any) -> Step:
+    def stepper(self, params: Params, *scored: Any) -> BeamStep:
         return CorpusStep(self, params.draft[2], params.draft[0], *scored)
 
     def _decision(self, s: State, window: Window, raw: Array, processed: Array, algo: Beams,
@@ -152,7 +153,7 @@ class CorpusBeams(BeamSearch):
                     lived=pair(passed.parent[..., None], passed.newest[..., None]))
 
 
-class CorpusStep(Step):
+class CorpusStep(BeamStep):
     """A step of `CorpusBeams`: extends beams only by tokens that follow their text somewhere in the corpus, and records
     the candidates that it has considered (`Group.seen`)."""
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.beams.step import largest
+from decodax.algorithms.beams.beam_search import largest
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct

@@ -1,12 +1,43 @@
-"""Published variants of beam search that are options of `BeamSearch`: controlled patience, diverse groups, and
-regularisers of surprisal."""
+"""Beam search by name, and published variants that are options of `BeamSearch`: controlled patience, diverse groups,
+and regularisers of surprisal."""
 
 from __future__ import annotations
 
-from decodax.algorithms.beams.beam_search import BeamSearch, Counting
+from typing import Any
+
+from decodax.algorithms.beams.algorithm import BeamSearch, Counting, EarlyStopping
 from decodax.algorithms.beams.uid import UID, Kind
 from decodax.common.options import Count, NonNegative, Positive
 from decodax.common.registry import ALGORITHMS
+
+
+@ALGORITHMS.register("beam-search", "Beam search", "", family="search")
+def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False, *,
+                num_beam_groups: Count = 1, diversity_penalty: NonNegative = 0.0, patience: Positive = 1.0,
+                renormalize: bool = False, draft: Any = None) -> BeamSearch:
+    """Finds likely texts by keeping the `width` best beginnings of each prompt.
+
+    For tasks with one right answer, such as translation. Rules and options are those of transformers:
+    `algorithms.beam_search(4)` is its `num_beams=4`. The result has the best text of each prompt, or the best
+    `num_samples`; `findings` has their scores.
+
+    Args:
+        width: number of beams of a prompt.
+        length_penalty: exponent of the length by which a score is divided: positive prefers long texts, negative short
+            ones, 0 compares log-probabilities.
+        early_stopping: when the search of a prompt ends. True: when `width` texts have finished. False: when no beam
+            would be among the best if it ended now. "never": when none could be at any length.
+        num_beam_groups: number of groups of beams (diverse beam search). In each step the groups are extended one after
+            the other.
+        diversity_penalty: amount subtracted from the score of a token for each beam of an earlier group that has taken
+            it in this step.
+        patience: with `early_stopping=True`, number of finished texts that end the search, in multiples of `width`.
+        renormalize: True: normalise log-probabilities again after penalties and bans.
+        draft: a draft or source of drafts; beams then make several steps in one forward pass, with the same result.
+            None: one step in each forward pass.
+    """
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, groups=num_beam_groups,
+                      diversity_penalty=diversity_penalty, patience=patience, renormalize=renormalize, draft=draft)
 
 
 @ALGORITHMS.register("patience-beam-search", "Beam Decoding with Controlled Patience", "Kasai et al. 2022",

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.beams.beam_search import largest
 from decodax.algorithms.beams.ngrams import NGrams
 from decodax.algorithms.beams.pool import Finished, append
-from decodax.algorithms.beams.step import largest
 from decodax.common.options import Count, NonNegative, Positive, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct

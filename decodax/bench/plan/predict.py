@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from decodax import algorithms
-from decodax.algorithms.beams.beam_search import BeamSearch
+from decodax.algorithms.beams.algorithm import BeamSearch
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.heads.source import TrainedHead

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.beams.beam_search import BeamSearch
+from decodax.algorithms.beams.algorithm import BeamSearch
 from decodax.bench.plan import PRESETS, abstract, plan
 from decodax.bench.report import callbacks, copies, parse
 from decodax.cache import KVLayer
