@@ -199,12 +199,12 @@ class FittedConfig(KVConfig):
     """Base of configurations whose caches are smaller if the number of tokens after the prompt is known.
 
     Attributes:
-        _new: maximum number of tokens after the prompt, set by `fit`; None: not known.
+        _new: maximum number of tokens after the prompt, set by `with_length`; None: not known.
     """
 
     _new: int | None = dataclasses.field(default=None, kw_only=True)
 
-    def fit(self, new: int) -> Self:
+    def with_length(self, new: int) -> Self:
         return dataclasses.replace(self, _new=new)
 
     def new_tokens(self, size: int) -> int:

@@ -137,7 +137,7 @@ class SharedPrefixConfig(FittedConfig):
 
     def share(self, prefix: int, more: int) -> SharedPrefixConfig:
         shared = dataclasses.replace(self, prefix=prefix)
-        return shared if self._new is None else shared.fit(self._new + more)
+        return shared if self._new is None else shared.with_length(self._new + more)
 
     def takes_latents(self) -> bool:
         return True

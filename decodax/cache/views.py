@@ -82,7 +82,7 @@ class WithView(CacheConfig):
         """Returns True if this configuration includes a cache of the configuration `kind` to which drafts attend."""
         return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
 
-    def fit(self, new: int) -> WithView:
+    def with_length(self, new: int) -> WithView:
         return dataclasses.replace(self, small=_fitted(self.small, new), base=_fitted(self.base, new))
 
     def beyond(self, longest: int) -> int:
@@ -98,4 +98,4 @@ class WithView(CacheConfig):
 
 
 def _fitted(kind: Any, new: int) -> Any:
-    return kind.fit(new) if isinstance(kind, CacheConfig) else kind
+    return kind.with_length(new) if isinstance(kind, CacheConfig) else kind

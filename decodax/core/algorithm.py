@@ -76,8 +76,8 @@ class Observer(Protocol):
         """
 
 
-OPTIONAL = {"observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped", "outcome": "Concludes",
-            "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced", "guide": "GuidesItself"}
+OPTIONAL = {"prefill_observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped",
+            "outcome": "Concludes", "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced", "guide": "GuidesItself"}
 """Members that only a derived contract has: a method that defined one alone would never be asked for it."""
 
 
@@ -131,7 +131,7 @@ class LearnsFromPrompt(Algorithm):
 
     @property
     @abc.abstractmethod
-    def observer(self) -> Observer | None:
+    def prefill_observer(self) -> Observer | None:
         """The object that is called after each prefill chunk; None if this instance needs none. Prefill is compiled
         once for each pair of observer and model, so methods with equal observers share the program."""
 
@@ -204,9 +204,9 @@ def name_of(alg: Algorithm) -> str:
     return alg.traits.name or type(alg).__name__
 
 
-def observer(alg: Algorithm) -> Observer | None:
+def prefill_observer(alg: Algorithm) -> Observer | None:
     """Returns the observer that a method calls during prefill; None if it has none."""
-    return alg.observer if isinstance(alg, LearnsFromPrompt) else None
+    return alg.prefill_observer if isinstance(alg, LearnsFromPrompt) else None
 
 
 def variants(alg: Algorithm) -> tuple[Algorithm, ...]:

@@ -44,8 +44,8 @@ class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
         return dataclasses.replace(self.inner.traits, name=name_of(self.inner))
 
     @property
-    def observer(self) -> Observer | None:
-        return algorithm.observer(self.inner)
+    def prefill_observer(self) -> Observer | None:
+        return algorithm.prefill_observer(self.inner)
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:

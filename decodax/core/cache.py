@@ -189,7 +189,7 @@ class CacheConfig(abc.ABC):
                  inputs: PyTree = None) -> Cache:
         """Makes an empty cache; the arguments are described in `decodax.core.types.CacheKind`."""
 
-    def fit(self, new: int) -> CacheConfig:
+    def with_length(self, new: int) -> CacheConfig:
         """Returns this configuration with sizes that were left open (None) set for texts of at most `new` tokens after
         their prompts."""
         return self

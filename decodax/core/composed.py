@@ -46,15 +46,15 @@ class Composed:
         new = self._with(lambda part: part.bare())
         return dataclasses.replace(new, **declared) if (declared := _data(self)) else new   # type: ignore[type-var]
 
-    def fit(self, budget: int) -> Self:
+    def with_length(self, budget: int) -> Self:
         """Returns this method with sizes that were left open (None) set for texts of at most `budget` new tokens."""
-        return self._with(lambda part: part.fit(budget))
+        return self._with(lambda part: part.with_length(budget))
 
-    def through(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         """Returns the target model as the method runs it. A method may wrap it to run its layers in another way, or to
         keep more than keys and values in its cache. By default each part wraps the result of the part before it."""
         for part in parts_of(self):
-            model = part.through(model)
+            model = part.wrap_model(model)
         return model
 
     def _with(self, change: Any) -> Self:

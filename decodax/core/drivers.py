@@ -50,7 +50,7 @@ def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: in
     """
     if not alg.traits.prefills:
         return s
-    observer = algorithm.observer(alg)
+    observer = algorithm.prefill_observer(alg)
     seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
     if observer is None:        # neither its weights nor the room that its rounds want behind the text
         seen, params = seen.replace(tokens=s.tokens[:, :s.cache.capacity]), params.replace(draft=None)
@@ -148,7 +148,7 @@ def load_prefix(alg: Algorithm, model: Model, params: Params, cache: Cache, toke
         length: `i32[B]`, number of tokens of each row whose keys and values are given.
         reuse: see `LoadsPrefix.load_prefix`.
     """
-    return _load_prefix(alg.through(model), params.target, cache, tokens, tuple(kv), length, reuse)
+    return _load_prefix(alg.wrap_model(model), params.target, cache, tokens, tuple(kv), length, reuse)
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
@@ -166,7 +166,7 @@ def extend(alg: Algorithm, model: Model, params: Params, s: State, *, width: int
     """Writes the prompt tokens that the cache does not have yet, except the newest one, after the tokens from
     `load_prefix`, in chunks of `width`."""
     seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
-    cache, status = _extend(alg.through(model), params.replace(draft=None), s.cache, seen, width=width)
+    cache, status = _extend(alg.wrap_model(model), params.replace(draft=None), s.cache, seen, width=width)
     return s.replace(cache=cache, status=status)
 
 

@@ -135,7 +135,7 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = 
 @functools.lru_cache(maxsize=256)
 def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
     """Returns the cache of a batch as shapes and dtypes, without memory."""
-    network = algorithm.through(model)
+    network = algorithm.wrap_model(model)
 
     def make() -> Cache:
         made = instance("cache: the kind that was given", network.init_cache(rows, capacity), Cache, "a Cache")

@@ -48,7 +48,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     # several rows for each row of the batch, where a method scores several canvases of a row in one forward
     rows = (*np.shape(window.tokens), s.batch)[0]
     arrays(who, window, Window, "a Window first", WINDOW, {"B": rows if rows % s.batch == 0 else s.batch})
-    network = alg.through(model)
+    network = alg.wrap_model(model)
     out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
     if window.num_scored is not None:

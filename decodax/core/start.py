@@ -62,7 +62,8 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.traits.emits - T)))
         key = keys.row_keys(*address)
         zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
-        cache = alg.through(model).init_cache(B, size if alg.traits.caches else 0, params=params.target, inputs=inputs)
+        cache = alg.wrap_model(model).init_cache(B, size if alg.traits.caches else 0, params=params.target,
+                                                 inputs=inputs)
         if alg.traits.caches:
             require(cache, alg.traits.needs, name_of(alg))
         s = State(

@@ -387,7 +387,7 @@ def fit_cache(model: Model, new: int) -> Model:
     """Returns the model with caches sized for at most `new` tokens after the prompt (`CacheConfig.fit`); the same
     object if nothing changes."""
     kind = model.cache_kind
-    if not isinstance(kind, CacheConfig) or (fitted := kind.fit(new)) == kind:
+    if not isinstance(kind, CacheConfig) or (fitted := kind.with_length(new)) == kind:
         return model
     return model.with_cache(fitted)
 

@@ -63,7 +63,7 @@ class BatchShape:
             more: largest number of tokens that a row commits after its cache has finished its prefill phase: new
                 tokens, and prompt tokens after a context.
         """
-        lm, algorithm = request.lm, request.algorithm.fit(more)
+        lm, algorithm = request.lm, request.algorithm.with_length(more)
         params = Params(target=lm.params, draft=algorithm.weights)
         return cls(algorithm.bare(), lm.model, params, bucket(longest), request.samples, lm.mesh, _rounded(request))
 

@@ -202,6 +202,6 @@ def bind(lm: LM | str | os.PathLike[str], algorithm: Algorithm | Configured | st
     if new > size:
         raise ValueError(f"max_new_tokens: got {shown(new)} for a capacity of {size}")
     lm, method = method_on(lm, cache, algorithm, 1, draft)
-    method = method.fit(new)
+    method = method.with_length(new)
     return BoundMethod(method.bare(), fit_cache(lm.model, new), size, new, whole("chunk", chunk, 1), tuple(lm.eos),
                        lm.vocab_size, method.weights)

@@ -18,7 +18,7 @@ from decodax.cache.shared_prefix import SharedPrefixCache, sharing
 from decodax.caches.prefix.prefix import Prefix
 from decodax.common.struct import short
 from decodax.core import drivers
-from decodax.core.algorithm import Algorithm, observer
+from decodax.core.algorithm import Algorithm, prefill_observer
 from decodax.core.cache import Cache
 from decodax.core.memory import bucket, power
 from decodax.core.state import State
@@ -138,7 +138,7 @@ class Reader:
         too few, or if rows have inputs of their own."""
         each = self.request
         alone = each.behind is None and each.inputs is None and each.guidance is None
-        if not alone or not self.algorithm.traits.prefills or observer(self.algorithm) is not None:
+        if not alone or not self.algorithm.traits.prefills or prefill_observer(self.algorithm) is not None:
             return 0
         least, most = min(each.prompts), max(each.prompts)      # in the order of lists, whose ends differ earliest
         if least is most:

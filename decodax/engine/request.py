@@ -23,7 +23,7 @@ from decodax.caches.prefix.prefix import Prefix
 from decodax.common.arguments import flag, is_whole, outside, positive, shown, whole, whole_rows, wrong
 from decodax.common.struct import short
 from decodax.constraints import languages as constraints
-from decodax.core.algorithm import Algorithm, answering, name_of, observer
+from decodax.core.algorithm import Algorithm, answering, name_of, prefill_observer
 from decodax.core.memory import afford, power
 from decodax.core.stops import stop_strings
 from decodax.core.types import fit_cache, read_beyond
@@ -183,7 +183,7 @@ class Request:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         check_reach(lm, lengths, budget, counted)
-        if (more := read_beyond(method.through(lm.model), int(lengths.max()))):
+        if (more := read_beyond(method.wrap_model(lm.model), int(lengths.max()))):
             check_room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads after it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
@@ -201,7 +201,8 @@ class Request:
         if strings and lm.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and this model has none")
         if settle is not None and (inputs is not None or adapter is not None or guidance_scale is not None
-                                   or behind is not None or not method.traits.prefills or observer(method) is not None):
+                                   or behind is not None or not method.traits.prefills
+                                   or prefill_observer(method) is not None):
             raise ValueError(f"context: {name_of(method)} learns from whole prompts, or there are inputs or a "
                              "guidance_scale; takes a method that reads the cache alone, without those")
         guidance, negative = guidance_of(lm, method, budget, guidance_scale, negative_prompts, said)

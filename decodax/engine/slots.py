@@ -20,7 +20,7 @@ import numpy as np
 from decodax.cache.shared_prefix import sharing
 from decodax.common.axes import replicas
 from decodax.core import drivers
-from decodax.core.algorithm import observer
+from decodax.core.algorithm import prefill_observer
 from decodax.core.memory import afford, by_row, grows, power
 from decodax.core.mesh import on_mesh
 from decodax.core.state import Status
@@ -265,7 +265,8 @@ def _splits(request: Request) -> bool:
         return False
     method = request.algorithm
     traits = method.traits
-    return bool(traits.caches and traits.prefills and observer(method) is None and grows(method, request.lm.model))
+    return bool(traits.caches and traits.prefills and prefill_observer(method) is None
+                and grows(method, request.lm.model))
 
 
 def possible(request: Request) -> bool:

@@ -148,7 +148,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
                          "again while decoding, since the unconditional branch has another text; takes another cache")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may be in it twice
     if negative is None:
-        cache = alg.through(model).init_cache(s.batch, s.cache.capacity)
+        cache = alg.wrap_model(model).init_cache(s.batch, s.cache.capacity)
         opening, offset = s.newest, first + 0
     else:
         lengths = np.array([len(row) for row in negative], np.int32)

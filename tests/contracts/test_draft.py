@@ -56,7 +56,7 @@ from decodax.core.algorithm import (
     LearnsFromPrompt,
     Paced,
     Varies,
-    observer,
+    prefill_observer,
 )
 from decodax.core.around import Around, AroundModel
 from decodax.core.cache import Cache, CacheConfig, Feature
@@ -109,19 +109,19 @@ class Told(Drafter):
         return np.float32(self.number) if self.weighed else None
 
     @property
-    def reader(self) -> Self:
+    def prefill_observer(self) -> Self:
         return self
 
     def bare(self) -> Self:
         return dataclasses.replace(self, weighed=False)
 
-    def fit(self, budget: int) -> Self:
+    def with_length(self, budget: int) -> Self:
         return dataclasses.replace(self, budget=budget)
 
     def for_vocabulary(self, size: int) -> Self:
         return dataclasses.replace(self, size=size)
 
-    def through(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         return (*model, self.number)
 
 
@@ -200,17 +200,17 @@ def test_a_wrapper_of_drafts_forwards_what_is_asked_of_it(cls: type) -> None:
     if (cls, "weights") not in OWN:
         assert markers(whole.weights) >= numbers
         assert not any(x.weighed for x in told(whole.bare())) and len(told(whole.bare())) == len(inner)
-    assert {x.budget for x in told(whole.fit(8))} == {8}
-    assert set(whole.through(())) == {int(x) for x in numbers}
+    assert {x.budget for x in told(whole.with_length(8))} == {8}
+    assert set(whole.wrap_model(())) == {int(x) for x in numbers}
     needs = whole.traits.needs if isinstance(whole, Algorithm) else whole.cache_needs
     assert (cls, "cache_needs") in OWN or needs >= {"truncation"}
     if isinstance(whole, Drafter):
-        assert whole.reader is not None
+        assert whole.prefill_observer is not None
         assert not whole.exact
         if (cls, "for_vocabulary") not in OWN:
             assert {x.size for x in told(whole.for_vocabulary(5))} == {5}
     else:
-        assert observer(whole) is not None
+        assert prefill_observer(whole) is not None
         assert whole.traits.guarantee == "approximate"
 
 
@@ -260,7 +260,7 @@ def test_kinds_of_caches_around_others_forward_what_they_are_asked() -> None:
     around = [cls for cls in below(CacheConfig) if holding(cls, CacheConfig) and "wrap_model" not in public(cls)]
     assert {cls.__name__ for cls in around} >= {"QuantizedPruningConfig", "Propagation"}
     for cls in around:
-        assert {"fit", "of_model", "beyond"} <= public(cls), cls
+        assert {"with_length", "of_model", "beyond"} <= public(cls), cls
 
 
 def test_models_around_others_are_wrappers() -> None:

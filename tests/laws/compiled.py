@@ -11,7 +11,7 @@ from decodax.algorithms.speculative.drafts import (
 )
 from decodax.bench.report import copies
 from decodax.core import drivers
-from decodax.core.algorithm import observer
+from decodax.core.algorithm import prefill_observer
 from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.models.config import llama
@@ -39,7 +39,7 @@ def compiled(alg, batch, driver="advance"):
     params, chain, s = abstract(alg, batch)
     if driver == "prefill":
         seen = s.replace(cache=None, algo=None, policy=None, stats=None)
-        return drivers.commit_prompts.lower(observer(alg), NETWORK, params, (s.cache, None), seen, width=32,
+        return drivers.commit_prompts.lower(prefill_observer(alg), NETWORK, params, (s.cache, None), seen, width=32,
                                             rows=min(batch, 4)).compile()
     return drivers.advance.lower(alg, NETWORK, params, chain, s, np.int32(5)).compile()
 

@@ -140,8 +140,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
                 None if self.draft is None else self.draft.weights)
 
     @property
-    def observer(self) -> Any:
-        reader = None if self.drafter is None else self.drafter.reader
+    def prefill_observer(self) -> Any:
+        reader = None if self.drafter is None else self.drafter.prefill_observer
         return None if reader is None else BeamReader(reader)
 
     def findings(self, s: State) -> dict[str, Array]:

@@ -130,7 +130,7 @@ class BestFirst(Grouped, Concludes, Paced):
             raise ValueError(f"num_samples: got {count} for a width of {self.width}, takes at most that")
         return dataclasses.replace(self, returns=count)
 
-    def fit(self, budget: int) -> BestFirst:
+    def with_length(self, budget: int) -> BestFirst:
         if budget > self.longest:
             raise ValueError(f"max_new_tokens: got {budget} for a search with longest={self.longest}, takes at most "
                              "that")

@@ -93,7 +93,7 @@ class ContrastiveSearch(LearnsFromPrompt):
         return Traits(commits=1, needs=frozenset(("trees",)))
 
     @property
-    def observer(self) -> Observer:
+    def prefill_observer(self) -> Observer:
         return _DirectionReader()
 
     def init(self, params: Params, s: State) -> Said:

@@ -69,7 +69,7 @@ class VectorFSD(LearnsFromPrompt):
         return Traits(commits=1)
 
     @property
-    def observer(self) -> Observer:
+    def prefill_observer(self) -> Observer:
         return _StateReader()
 
     def init(self, params: Params, s: State) -> Array:

@@ -96,16 +96,17 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
     def traits(self) -> Traits:
         caches, approximate = self.caching.narrow, self.caching.approximate
         needs: tuple[Feature, ...] = ("trees", "subsets", "rewrites") if approximate else ("trees", "subsets")
-        # a window as long as the text has no width before `fit`
+        # a window as long as the text has no width before `with_length`
         open_ = isinstance(self.windows, BudgetSized) and self.windows.size is None
         return Traits(emits=1 if open_ else self.windows.width, canvas=True, caches=caches,
                       needs=frozenset(needs) if caches else NONE,
                       prefills=self.caching.persists and self.adapter.attention.causal)
 
-    def fit(self, budget: int) -> MaskedDiffusion:
+    def with_length(self, budget: int) -> MaskedDiffusion:
         """Returns the sampler for texts of at most `budget` new tokens: sizes of its windows and cache that were None
         are set."""
-        return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
+        return dataclasses.replace(self, windows=self.windows.with_length(budget),
+                                   caching=self.caching.with_length(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
         """Returns an upper bound on the number of rounds of a batch of `rows` rows with `budget` new tokens each."""
@@ -262,9 +263,9 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
 
-    def through(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         """Returns the model with which the cache is made: `model`, or its wrapper if the caching rule has one."""
-        return self.kinds[0].through(model)
+        return self.kinds[0].wrap_model(model)
 
     def phase(self, s: State) -> Array:
         """Returns for each row the index in `caching.phases` of the kind of round that it needs next, `i32[B]`."""

@@ -39,7 +39,7 @@ class DiffusionRule:
         """Largest number of denoising steps that the rule plans for a window; 0 if it plans no number."""
         return 0
 
-    def fit(self, budget: int) -> Self:
+    def with_length(self, budget: int) -> Self:
         """Returns the rule for texts of at most `budget` new tokens: sizes that were left None are set from it."""
         return self
 
@@ -72,12 +72,12 @@ class Stepped:
 
 
 class BudgetSized:
-    """Base class of rules with an attribute `size`, the maximum number of new tokens of a text. If it is None, `fit`
-    sets it."""
+    """Base class of rules with an attribute `size`, the maximum number of new tokens of a text. If it is None,
+    `with_length` sets it."""
 
     size: int | None
 
-    def fit(self, budget: int) -> Self:
+    def with_length(self, budget: int) -> Self:
         """Returns the rule with its `size` set, if it was None, to the smallest power of two that is at least `budget`
         and 8, so that different budgets share compiled programs."""
         if self.size is not None:
@@ -92,7 +92,7 @@ class BudgetSized:
             ValueError: the size is still None.
         """
         if self.size is None:
-            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
+            raise ValueError("size: got None; give the most new tokens of a text, or call `with_length` with it")
         return self.size
 
 

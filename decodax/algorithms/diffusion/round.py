@@ -58,7 +58,7 @@ class Round(Around):
         mine = self.inner.needs_refresh(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase
         return s.running & mine
 
-    def through(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         """Returns the model that this round calls: `model`, or the caching rule's wrapper of it for `phase`."""
         return model if self.phase is None else self.inner.caching.wrap_model(model, self.phase)
 

@@ -119,7 +119,7 @@ class Cascade(Varies, Concludes, Paced):
         # rows that joined later wait at their order until the others are done
         return jnp.where(s.running, s.algo.order, self.last).min()
 
-    def fit(self, budget: int) -> Cascade:
+    def with_length(self, budget: int) -> Cascade:
         if budget > self.longest:
             raise ValueError(f"max_new_tokens: got {budget} for a cascade with longest={self.longest}, takes at most "
                              "that")

@@ -148,7 +148,7 @@ class Hamburger(GuidesItself):
     def traits(self) -> Traits:
         return Traits("HAMburger", emits=self.length, commits=1)
 
-    def through(self, model: Model) -> Model:
+    def wrap_model(self, model: Model) -> Model:
         return Merging(model)
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> None:

@@ -134,7 +134,7 @@ class Superposed(Concludes):
     def bare(self) -> Superposed:
         return dataclasses.replace(super().bare(), weights_of=(0.0,) * len(self.weights_of))
 
-    def through(self, model: Model) -> Model:
+    def wrap_model(self, model: Model) -> Model:
         return Superposition(model, self.k)
 
     def findings(self, s: State) -> dict[str, Array]:

@@ -128,15 +128,15 @@ class Speculative(LearnsFromPrompt):
                         drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=accepted)
 
     @property
-    def observer(self) -> PromptReader | None:
-        reader = self.drafter.reader
+    def prefill_observer(self) -> PromptReader | None:
+        reader = self.drafter.prefill_observer
         return None if reader is None else PromptReader(reader)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptReader:
     """The observer of a speculative method: passes each prefill chunk to the part of the drafter that learns from
-    prompts (`Drafter.reader`), which updates the drafter's state."""
+    prompts (`Drafter.prefill_observer`), which updates the drafter's state."""
 
     reader: Drafter
 

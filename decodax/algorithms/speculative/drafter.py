@@ -40,18 +40,18 @@ class Drafter(Composed):
     @property
     def exact(self) -> bool:
         """True if decoding with the drafter keeps the target's output; False if it replaces the target's cache by a
-        lossy one (`through`)."""
+        lossy one (`wrap_model`)."""
         return all(part.exact for part in parts_of(self))
 
     @property
-    def reader(self) -> Drafter | None:
+    def prefill_observer(self) -> Drafter | None:
         """The part that learns from the prompt: its `observe` is called with each prefill chunk, on the same state.
         None if there is none.
 
         A drafter that learns from prompts returns itself. By default, so does one with a part that learns. Prefill is
         compiled once for each reader, so a smaller reader is shared by more methods.
         """
-        return None if all(part.reader is None for part in parts_of(self)) else self
+        return None if all(part.prefill_observer is None for part in parts_of(self)) else self
 
     @property
     def takes_gaps(self) -> bool:
@@ -73,7 +73,7 @@ class Drafter(Composed):
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
         """Returns the state after a round.
 
-        It is also called for prefill chunks (see `reader`), and for windows that another drafter proposed.
+        It is also called for prefill chunks (see `prefill_observer`), and for windows that another drafter proposed.
 
         Args:
             params: weights of the model and of the drafter.
@@ -99,8 +99,8 @@ class AroundSource(Drafter):
             return self.source.cache_needs
 
     @property
-    def reader(self) -> Drafter | None:
-        return self.source.reader
+    def prefill_observer(self) -> Drafter | None:
+        return self.source.prefill_observer
 
     def init(self, params: Params, s: State) -> Any:
         return self.source.init(params, s)

@@ -120,8 +120,8 @@ class SourceAround(AroundSource, Source):
     The state is a struct whose field `source` is the wrapped source's state."""
 
     @property
-    def reader(self) -> Self | None:
-        return None if self.source.reader is None else self
+    def prefill_observer(self) -> Self | None:
+        return None if self.source.prefill_observer is None else self
 
     @property
     def longest(self) -> int | None:

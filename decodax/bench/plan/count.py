@@ -157,7 +157,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: 
         lm = dataclasses.replace(lm, model=fit_cache(lm.model, new))
     plain = lm.params
     # Choose the method on unpacked, unsharded weights, because a method that splits weights reads their shapes.
-    method = chosen(lm, algorithm, batch).fit(new)
+    method = chosen(lm, algorithm, batch).with_length(new)
     lm = dataclasses.replace(lm, params=_laid_out(lm.model, plain, place, weights))
     params = Params(target=lm.params, draft=_drafter_laid_out(method, place))
     method = method.bare()

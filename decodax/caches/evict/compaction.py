@@ -25,7 +25,7 @@ def held_of(score: TokenScore, layer: int, depth: int, shape: KVLayer, outputs: 
         score: score of the rule.
         layer, depth, shape, outputs: fields of `HeldLayer`.
         row: a pair and three more values: the layer's arrays (keys and values, positions, starts, counts, latest
-            queries, statistics), the length, `settled_at`, `since`, and one value that is ignored.
+            queries, statistics), the length, `prompt_length`, `since`, and one value that is ignored.
     """
     (kv, positions, starts, count, ring, gathered), length, began, since, _ = row
     if starts is not None:
@@ -36,7 +36,7 @@ def held_of(score: TokenScore, layer: int, depth: int, shape: KVLayer, outputs: 
     order = (length + jnp.arange(w, dtype=jnp.int32)) % max(w, 1)       # the oldest first
     f32 = lambda x: x.astype(jnp.float32)
     held = HeldLayer(keys=f32(kv[..., :shape.width]), values=f32(kv[..., shape.width:]), positions=positions,
-                     count=count, length=length, settled_at=began, since=since,
+                     count=count, length=length, prompt_length=began, since=since,
                      queries=f32(ring[:, order].swapaxes(0, 1)),
                      gathered=gathered, outputs=outputs, layer=layer, depth=depth, shape=shape)
     return held.replace(gathered=gathered.replace(slots=score.renew(held)))

@@ -61,7 +61,7 @@ class Evicting(KeyValues, PromptPhase):
         queries: for each layer the latest `w` queries, `f[B, H, w, d]`; that of position `p` is at `p % w`.
         gathered: for each layer the statistics of the score.
         length: `i32[B]`, number of tokens of the verified text.
-        settled_at: `i32[B]`, length of the text after prefill.
+        prompt_length: `i32[B]`, length of the text after prefill.
         due: `i32[B]`, length of the text at which the rule evicts next.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
@@ -78,7 +78,7 @@ class Evicting(KeyValues, PromptPhase):
     queries: tuple[Array, ...]
     gathered: tuple[Gathered, ...]
     length: Array
-    settled_at: Array
+    prompt_length: Array
     due: Array
     given: PyTree
     widths: tuple[int, ...] = static()
@@ -221,7 +221,7 @@ class Evicting(KeyValues, PromptPhase):
         """Returns `into`, an empty cache or this one, with the tokens that the rule keeps in `rows` (`bool[B]`)."""
         depth, made, selection = len(self.kv), [], self.kind.selection
         since = self.length if self.whole else self.due - self._every
-        began = self.length if self.whole else self.settled_at
+        began = self.length if self.whole else self.prompt_length
         gathered = self.gathered if prompt is None else selection.score.consult(self, prompt)
         layers, parts = [], []
         for layer, table in enumerate(self.kind.tables(self.size, depth, self.shapes)):
@@ -262,7 +262,7 @@ class Evicting(KeyValues, PromptPhase):
             return self
         into = self.kind.empty(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
         return self._kept(into, jnp.ones(self.length.shape, bool), prompt).replace(
-            due=self.length + self._every, settled_at=self.length)
+            due=self.length + self._every, prompt_length=self.length)
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
@@ -280,7 +280,7 @@ class Eviction(KVConfig):
         every: number of tokens between two evictions. None: all tokens after the prompt are kept.
         skip: numbers of layers that keep all tokens.
         close_up: whether the keys of the prompt's kept tokens are rotated as if there were no gaps between the tokens.
-        new: maximum number of tokens after the prompt, set by `fit`. None: not known.
+        new: maximum number of tokens after the prompt, set by `with_length`. None: not known.
         name: name in error messages.
     """
 
@@ -314,7 +314,7 @@ class Eviction(KVConfig):
             raise ValueError(f"budget: got {budget}, takes more than the {always} tokens that {self.name} keeps in any "
                              "case")
 
-    def fit(self, new: int) -> Eviction:
+    def with_length(self, new: int) -> Eviction:
         return dataclasses.replace(self, new=new)
 
     def of_model(self, lm: Any) -> Eviction:
@@ -369,7 +369,7 @@ class Eviction(KVConfig):
                                     dtype) for shape in shapes),
             gathered=tuple(_start(score, shape, batch, slots, one) if chooses else Gathered()
                            for shape, slots, one in zip(shapes, at, packs, strict=True)),
-            length=jnp.zeros(batch, jnp.int32), settled_at=jnp.zeros(batch, jnp.int32),
+            length=jnp.zeros(batch, jnp.int32), prompt_length=jnp.zeros(batch, jnp.int32),
             due=jnp.full(batch, self.every or size, jnp.int32), given=inputs,
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
 

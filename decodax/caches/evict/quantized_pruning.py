@@ -44,8 +44,8 @@ class QuantizedPruningConfig(KVConfig):
         if self.coding.codec.needs_positions:
             raise ValueError(f"coding: got {self.coding.name}, takes a codec that does not ask for positions")
 
-    def fit(self, new: int) -> QuantizedPruningConfig:
-        return dataclasses.replace(self, eviction=self.eviction.fit(new))
+    def with_length(self, new: int) -> QuantizedPruningConfig:
+        return dataclasses.replace(self, eviction=self.eviction.with_length(new))
 
     def beyond(self, longest: int) -> int:
         return self.eviction.beyond(longest)

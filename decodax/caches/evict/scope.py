@@ -46,10 +46,10 @@ class DecodePool(Selection):
         return int(table.max()) + self.heavy + self.recent
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
-        later = held.positions >= held.settled_at
+        later = held.positions >= held.prompt_length
         paid = held.attention()[:, :, -1].mean(1)
         worth = jnp.where(held.index >= (held.count - self.recent)[:, None], jnp.inf, paid)
-        new = held.length - held.settled_at
+        new = held.length - held.prompt_length
         grown: Array | int = self.heavy if self.grows == "at once" else jnp.minimum((new - 1) // self.delta, self.heavy)
         pool = held.valid & later & best(jnp.where(later, worth, -1), held.valid, jnp.asarray(self.recent + grown))
         prompt = best(self.score(held), held.valid, count)

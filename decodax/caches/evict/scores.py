@@ -29,7 +29,7 @@ class HeldLayer(Struct):
         positions: `i32[G, S]`, position of the token in each slot.
         count: `i32[G]`, number of filled slots of each head.
         length: `i32[]`, number of tokens of the text so far.
-        settled_at: `i32[]`, length of the text at the first eviction, after prefill.
+        prompt_length: `i32[]`, length of the text at the first eviction, after prefill.
         since: `i32[]`, length of the text at the previous eviction; equal to `length` at the first one.
         queries: `f32[w, H, d]`, the latest `w` queries, the newest last, rotated and scaled for attention. If the text
             is shorter, the first ones are zeros.
@@ -45,7 +45,7 @@ class HeldLayer(Struct):
     positions: Array
     count: Array
     length: Array
-    settled_at: Array
+    prompt_length: Array
     since: Array
     queries: Array
     gathered: Any

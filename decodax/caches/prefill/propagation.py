@@ -96,8 +96,8 @@ class Propagation(CacheConfig):
     def name(self) -> str:
         return self.eviction.name
 
-    def fit(self, new: int) -> Propagation:
-        return dataclasses.replace(self, eviction=self.eviction.fit(new))
+    def with_length(self, new: int) -> Propagation:
+        return dataclasses.replace(self, eviction=self.eviction.with_length(new))
 
     def beyond(self, longest: int) -> int:
         return self.eviction.beyond(longest)

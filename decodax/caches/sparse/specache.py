@@ -264,7 +264,7 @@ class SpeCache(Algorithm):
     def traits(self) -> Traits:
         return Traits("specache")
 
-    def through(self, model: Model) -> Model:
+    def wrap_model(self, model: Model) -> Model:
         def kind(base: Any) -> Any:
             if base is not dense:
                 raise ValueError(f"cache: specache has a cache of its own, got {base}; takes a model with a dense one")

@@ -60,7 +60,7 @@ def test_rows_of_a_prompt_take_one_forward() -> None:
             return self.base.apply(params, window, cache)
 
     class Alg(Superposed):
-        def through(self, model: Any) -> Any:
+        def wrap_model(self, model: Any) -> Any:
             return Superposition(Watched(model, self.k), self.k)
 
     out = dx.generate(sharp(), PROMPTS, algorithm=Alg(2), max_new_tokens=2)

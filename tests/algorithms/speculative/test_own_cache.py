@@ -110,12 +110,12 @@ def test_drafts_in_a_wrapper_are_accepted_as_often_as_alone(case: str) -> None:
 
 @pytest.mark.wide
 def test_there_are_several_small_caches_beside_the_whole_one() -> None:
-    model = dx.algorithms.speculative.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).through(DEEP.model)
+    model = dx.algorithms.speculative.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).wrap_model(DEEP.model)
     cache = model.init_cache(2, 64)
     assert all(cache.draft_view(draft.kind).capacity == 64 for draft in (OWN, RING))
     assert type(cache.draft_view(OWN.kind)) is not type(cache.draft_view(RING.kind))
     again = dx.algorithms.speculative.Adaptive((*BOTH, dx.Speculative(OWN, shape=Chain(2))),
-                                               Automatic((1.0,) * 3)).through(DEEP.model)
+                                               Automatic((1.0,) * 3)).wrap_model(DEEP.model)
     assert again == model       # a kind that two arms read stands there once
 
 
@@ -138,7 +138,7 @@ def test_automatic_measures_the_rounds_that_it_runs(monkeypatch: pytest.MonkeyPa
     method = automatic(DEEP, OWN, (2,), batch=2, length=40, repeats=1)
     found = [dataclasses.replace(alg, adaptive=dataclasses.replace(alg.adaptive, controller=method.controller))
              for alg in seen]
-    assert found == [*method.fit(3 * 8 * 2).bare().variants]      # 3 tokens a round, twice 8 rounds
+    assert found == [*method.with_length(3 * 8 * 2).bare().variants]      # 3 tokens a round, twice 8 rounds
 
 
 def test_the_draft_view_reads_the_higher_bits() -> None:

@@ -67,7 +67,7 @@ class SideBySide(Draft):
         return max(d.length for d in self.drafts)
 
     @property
-    def reader(self):
+    def prefill_observer(self):
         return self
 
     def init(self, params, s):

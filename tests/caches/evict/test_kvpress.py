@@ -81,7 +81,7 @@ def test_every_case_of_kvpress_is_here() -> None:
 
 def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
     """The cache behind the texts. The newest token of a prompt is not in it yet."""
-    model, longest = MODEL.with_cache(kind.fit(8)), max(map(len, texts)) + 1
+    model, longest = MODEL.with_cache(kind.with_length(8)), max(map(len, texts)) + 1
     tokens, lengths = padded(texts, longest)
     alg, chain, params = Autoregressive(), build(2, vocab_size=320), Params(weights())
     s = drivers.begin(alg, model, params, chain, tokens, lengths + 1, size=longest + 8,

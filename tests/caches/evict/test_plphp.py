@@ -33,8 +33,8 @@ def test_a_layer_keeps_what_it_looks_at(level: float, share: float) -> None:
     queries[0, :, :n] = np.log(weights)
     held = HeldLayer(keys=jnp.asarray(keys), values=jnp.asarray(keys), count=jnp.full(2, n), length=jnp.int32(n),
                      positions=jnp.where(jnp.arange(30) < n, jnp.arange(30), -1)[None].repeat(2, 0),
-                     settled_at=jnp.int32(n), since=jnp.int32(n), queries=jnp.asarray(queries), outputs=None, layer=0,
-                     gathered=Gathered(slots=jnp.asarray(image)[None].repeat(2, 0)), depth=2,
+                     prompt_length=jnp.int32(n), since=jnp.int32(n), queries=jnp.asarray(queries), outputs=None,
+                     layer=0, gathered=Gathered(slots=jnp.asarray(image)[None].repeat(2, 0)), depth=2,
                      shape=dx.cache.KVLayer(2, 30))
     rule = ImageShares(ImageAttention((3, 9)), 0.5, 0.25, 0.6, 0.3)
     for count, room in ((1000, 12), (17, 5)):       # 12 tokens are text

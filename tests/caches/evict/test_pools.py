@@ -42,7 +42,7 @@ def test_a_pool_keeps_what_scope_keeps(scheme: str) -> None:
         taken = np.stack([key[own] for key, own in zip(keys, held, strict=True)])
         layer = HeldLayer(keys=jnp.asarray(taken), values=jnp.asarray(taken), positions=jnp.asarray(np.stack(held)),
                           count=jnp.array([len(own) for own in kept]), length=jnp.array(at + 1),
-                          settled_at=jnp.array(6), since=jnp.array(at), gathered=Gathered(), outputs=None, layer=0,
+                          prompt_length=jnp.array(6), since=jnp.array(at), gathered=Gathered(), outputs=None, layer=0,
                           depth=1, shape=KVLayer(2, 8), queries=jnp.asarray(queries[None, :, at]) / 8 ** 0.5)
         stays = np.asarray(rule.choose(layer, jnp.array(6)))
         kept = [[int(p) for p in own[mask]] for own, mask in zip(held, stays, strict=True)]

@@ -29,7 +29,7 @@ def test_two_layers_share_the_directions_of_minicache() -> None:
 
 
 def test_pairs_begin_in_the_middle_and_a_layer_may_be_left_over() -> None:
-    cache = MiniCacheConfig().fit(8)([(2, 4)] * 7, 1, 64, jnp.float32)
+    cache = MiniCacheConfig().with_length(8)([(2, 4)] * 7, 1, 64, jnp.float32)
     assert (len(cache.prompt), len(cache.pairs), cache.kv[0].shape) == (3, 2, (1, 2, 8, 8))     # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"^cache: minicache takes layers of one shape"):
         MiniCacheConfig(0)([(2, 4), (1, 4)], 1, 64, jnp.float32)

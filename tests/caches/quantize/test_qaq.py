@@ -88,7 +88,7 @@ def test_the_bytes_are_those_of_the_pool() -> None:
     bytes_of = lambda cache: sum(x.nbytes for x in jax.tree.leaves(cache))
     whole = bytes_of(dense(shapes, 1, size, jnp.float16))
     for most, share in ((3.0, 0.235), (2.0, 0.175)):
-        held = QAQConfig(mean_bits=most, outliers_ratio=0.01).fit(32)(shapes, 1, size, jnp.float16)
+        held = QAQConfig(mean_bits=most, outliers_ratio=0.01).with_length(32)(shapes, 1, size, jnp.float16)
         assert bytes_of(held.pools) / whole < share
 
 

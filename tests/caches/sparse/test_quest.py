@@ -47,7 +47,7 @@ def test_pages_are_worth_what_the_authors_say() -> None:
     q = random.standard_normal((1, 1, 4, 8)).astype(np.float32)[0].swapaxes(0, 1)
     at = jnp.broadcast_to(jnp.arange(64), (4, 64))
     held = HeldLayer(keys=jnp.asarray(keys), values=jnp.asarray(keys), positions=at, count=jnp.full(4, 64),
-                     length=jnp.int32(64), settled_at=jnp.int32(64), since=jnp.int32(64),
+                     length=jnp.int32(64), prompt_length=jnp.int32(64), since=jnp.int32(64),
                      queries=jnp.asarray(q.swapaxes(0, 1)), gathered=Gathered(), outputs=None, layer=0, depth=1,
                      shape=KVLayer(4, 8, queries=4))
     stays = best(ChunkMeans(8)(held), held.valid, jnp.int32(24))

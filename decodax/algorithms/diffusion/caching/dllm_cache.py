@@ -204,7 +204,8 @@ class Similarity(BudgetSized, Rewriting):
     Attributes:
         prompt, response: the intervals in rounds; with 1 and 1 all positions are always computed.
         ratio: share of the response's nodes, above 0, at most 1.
-        size: maximum number of new tokens of a text; longer texts are computed without a cache. None: set by `fit`.
+        size: maximum number of new tokens of a text; longer texts are computed without a cache. None: set by
+            `with_length`.
     """
 
     prompt: int = 50

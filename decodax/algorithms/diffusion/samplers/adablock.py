@@ -90,9 +90,9 @@ class OwnBlock(DualCache):
 
     windows: Any = None
 
-    def fit(self, budget: int) -> OwnBlock:
+    def with_length(self, budget: int) -> OwnBlock:
         """Returns the rule with windows for texts of `budget` new tokens."""
-        return dataclasses.replace(self, windows=self.windows.fit(budget))
+        return dataclasses.replace(self, windows=self.windows.with_length(budget))
 
     @property
     def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]

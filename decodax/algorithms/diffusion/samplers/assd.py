@@ -94,7 +94,8 @@ class AnySubset(BudgetSized, Varies, GuidesItself, FillsCanvas):
         adapter: the mask token, and the canvas.
         k: number of tokens that a draft pass asks for.
         draft: "model": drafts of the model itself; "ngram": drafts by the bigrams of the text, without draft passes.
-        size: maximum number of tokens after the first gap of a text with given tokens there; None until `fit` sets it.
+        size: maximum number of tokens after the first gap of a text with given tokens there; None until `with_length`
+            sets it.
     """
 
     adapter: Adapter
@@ -120,8 +121,8 @@ class AnySubset(BudgetSized, Varies, GuidesItself, FillsCanvas):
         least = self.drafts + 1
         return max(least, self.size or 1) if self.adapter.canvas.given else least
 
-    def fit(self, budget: int) -> AnySubset:
-        return super().fit(budget) if self.adapter.canvas.given else self
+    def with_length(self, budget: int) -> AnySubset:
+        return super().with_length(budget) if self.adapter.canvas.given else self
 
     @property
     def traits(self) -> Traits:

@@ -104,7 +104,7 @@ class MaskBlocks(PromptTokens):
         """Number of window positions for the drafts after one token: a copy of the token, and the masks after it."""
         return self.head.heads + 1
 
-    def through(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         return FirstOfBlock(model, self.adapter, self.size)
 
     def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> Probes:

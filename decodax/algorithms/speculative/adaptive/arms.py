@@ -31,7 +31,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
-from decodax.core.algorithm import Algorithm, LearnsFromPrompt, Traits, Varies, observer
+from decodax.core.algorithm import Algorithm, LearnsFromPrompt, Traits, Varies, prefill_observer
 from decodax.core.around import Around
 from decodax.core.cache import NONE, Feature
 from decodax.core.state import State
@@ -179,8 +179,8 @@ class Adaptive(LearnsFromPrompt, Varies):
         return self.variants[-1 if self.deferred and self.arms[0] == NOTHING else 0]
 
     @property
-    def observer(self) -> Adaptive | None:
-        return None if all(observer(arm) is None for arm in self.arms) else self
+    def prefill_observer(self) -> Adaptive | None:
+        return None if all(prefill_observer(arm) is None for arm in self.arms) else self
 
     def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state of the algorithm after all drafts have read a prefill chunk of the prompts."""

@@ -14,7 +14,7 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.trees.acceptance import from_acceptance
 from decodax.core import drivers
-from decodax.core.algorithm import observer
+from decodax.core.algorithm import prefill_observer
 from decodax.core.around import Around
 from decodax.core.memory import bucket
 from decodax.core.state import State
@@ -50,12 +50,12 @@ class Counted(Around):
         return d.replace(algo=(d.algo, algo[1] + hit.sum(1, dtype=jnp.int32)))
 
     @property
-    def observer(self) -> Counted | None:
-        return None if observer(self.of) is None else self
+    def prefill_observer(self) -> Counted | None:
+        return None if prefill_observer(self.of) is None else self
 
     def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state after a prefill chunk, which the wrapped method's draft reads; the counts do not change."""
-        own = observer(self.of)
+        own = prefill_observer(self.of)
         assert own is not None
         return own.observe(params, s, window, out, algo[0]), algo[1]
 
@@ -134,7 +134,7 @@ def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tok
     tokens = np.zeros((B, size), np.int32)
     for row, given in zip(tokens, samples, strict=True):
         row[:len(given)] = given
-    algorithm = algorithm.fit(max_new_tokens)
+    algorithm = algorithm.with_length(max_new_tokens)
     alg, params = algorithm.bare(), Params(lm.params, algorithm.weights)
     policy = build(B, vocab_size=lm.vocab_size, **sampling)
     s = drivers.begin(alg, lm.model, params, policy, jnp.asarray(tokens), lengths, size=size, seed=np.uint32(seed),

@@ -50,7 +50,7 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
         if value < 1:
             raise ValueError(f"{name}: got {value}, takes 1 or more")
     room = (max((arm.traits.emits for arm in arms), default=1) * rounds) * (repeats + 1)
-    together = Adaptive(tuple(arms), Automatic((1.0,) * len(arms))).fit(room)
+    together = Adaptive(tuple(arms), Automatic((1.0,) * len(arms))).with_length(room)
     model, params, bare = fit_cache(model, power(room)), Params(weights, together.weights), together.bare()
     size = bucket(length + room)
     # the same few tokens over and over, so that drafts which look into the text find some

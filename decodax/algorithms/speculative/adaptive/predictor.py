@@ -114,8 +114,8 @@ class Watched(AroundSource, Draft):
     rounds: int
 
     @property
-    def reader(self) -> Self | None:
-        return None if self.source.reader is None else self
+    def prefill_observer(self) -> Self | None:
+        return None if self.source.prefill_observer is None else self
 
     def init(self, params: Params, s: State) -> AcceptanceExamples:
         seen = jnp.zeros((s.batch, self.rounds, self.length, FEATURES), jnp.float32)
@@ -225,7 +225,7 @@ def given_or_fitted(name: str, what: str, fit: Callable[..., Any], given: Any, s
         fit: the function that fits a value.
         given: the option's value, or None.
         samples: prompts (token ids) to fit to, or None.
-        of: further arguments of `fit`.
+        of: further arguments of `with_length`.
 
     Raises:
         ValueError: both `given` and `samples` are None, or neither is.

@@ -46,8 +46,8 @@ class AcceptanceHead(AroundSource, Source):
     head: dict[str, Any] | None = data()
 
     @property
-    def reader(self) -> Self | None:
-        return None if self.source.reader is None else self
+    def prefill_observer(self) -> Self | None:
+        return None if self.source.prefill_observer is None else self
 
     @property
     def longest(self) -> int | None:
@@ -129,7 +129,7 @@ class DraftLength(SourceAround):
     network: dict[str, Any] | None = data()
 
     @property
-    def reader(self) -> Self:
+    def prefill_observer(self) -> Self:
         return self
 
     def init(self, params: Params, s: State) -> LengthState:

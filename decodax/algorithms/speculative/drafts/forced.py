@@ -46,8 +46,8 @@ class Forced(Draft):
         return CHAINS if self.base is None else self.base.cache_needs
 
     @property
-    def reader(self) -> Drafter | None:
-        return None if self.base is None else self.base.reader
+    def prefill_observer(self) -> Drafter | None:
+        return None if self.base is None else self.base.prefill_observer
 
     def init(self, params: Params, s: State) -> Any:
         return None if self.base is None else self.base.init(params, s)

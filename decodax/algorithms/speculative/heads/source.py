@@ -120,7 +120,7 @@ class TrainedHead(HeadSource):
     defers: ClassVar[bool] = True
 
     @property
-    def reader(self) -> Self:
+    def prefill_observer(self) -> Self:
         return self
 
     @property

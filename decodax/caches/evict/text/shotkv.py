@@ -107,10 +107,10 @@ class Shots(Selection):
         worth = sum((self.score(own)[0] for own in held), jnp.zeros(one.slots, jnp.float32))
         valid, slot, number = one.valid[0], one.index[0], one.count[0]
         late = slot >= number - self.score.window_size
-        later = valid & (one.positions[0] >= one.settled_at)
+        later = valid & (one.positions[0] >= one.prompt_length)
         pool = later & best(jnp.where(later, jnp.where(late, jnp.inf, worth), -1)[None], valid[None],
                             jnp.asarray(self.pool))[0]
-        chosen = jnp.where(one.length > one.settled_at, pool | (valid & ~later),
+        chosen = jnp.where(one.length > one.prompt_length, pool | (valid & ~later),
                            kept_examples(worth, one.gathered.slots[0], valid, late, counts[0], number))
         return [jnp.broadcast_to(chosen, own.valid.shape) for own in held]
 

@@ -85,7 +85,7 @@ class AlignedDrafts(MaskedDrafts):
             object.__setattr__(self, "projection", None)
 
     @property
-    def reader(self) -> Self:
+    def prefill_observer(self) -> Self:
         return self
 
     def init(self, params: Params, s: State) -> Any:

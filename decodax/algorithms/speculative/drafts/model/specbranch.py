@@ -107,8 +107,8 @@ class SpecBranch(AroundSource, Draft):
         return self.gamma - 1
 
     @property
-    def reader(self) -> SpecBranch | None:
-        return None if self.source.reader is None else self
+    def prefill_observer(self) -> SpecBranch | None:
+        return None if self.source.prefill_observer is None else self
 
     @property
     def weights(self) -> Any:

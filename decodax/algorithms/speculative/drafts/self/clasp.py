@@ -89,7 +89,7 @@ class CLaSp(SelfDraft):
             raise ValueError(f"interval: got {self.interval}, takes at least 1")
 
     @property
-    def reader(self) -> CLaSp:
+    def prefill_observer(self) -> CLaSp:
         return self
 
     def init(self, params: Params, s: State) -> InContext:

@@ -93,7 +93,7 @@ class KNNSkip(SelfDraft):
         object.__setattr__(self, "model", layered(self.model))
 
     @property
-    def reader(self) -> KNNSkip:
+    def prefill_observer(self) -> KNNSkip:
         return self
 
     def init(self, params: Params, s: State) -> Matched:

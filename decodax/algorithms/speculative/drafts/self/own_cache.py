@@ -61,11 +61,11 @@ class OwnCache(SelfDraft):
     def exact(self) -> bool:
         return not self.alone
 
-    def fit(self, budget: int) -> OwnCache:
+    def with_length(self, budget: int) -> OwnCache:
         fits = isinstance(self.kind, CacheConfig)
-        return dataclasses.replace(self, kind=self.kind.fit(1 << (budget - 1).bit_length())) if fits else self
+        return dataclasses.replace(self, kind=self.kind.with_length(1 << (budget - 1).bit_length())) if fits else self
 
-    def through(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         return wrap_cache(model, self._kind)
 
     def _kind(self, own: Any) -> Any:

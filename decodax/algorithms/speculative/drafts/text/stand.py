@@ -128,7 +128,7 @@ class Stand(Source):
             raise ValueError(f"warm: got {self.warm.tokens.shape[-1]} tokens of each distribution, takes {self.k}")
 
     @property
-    def reader(self) -> Stand:
+    def prefill_observer(self) -> Stand:
         return self
 
     def init(self, params: Params, s: State) -> TargetPredictions:

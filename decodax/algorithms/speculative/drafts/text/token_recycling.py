@@ -115,7 +115,7 @@ class TokenRecycling(Draft):
         return self.tree.length
 
     @property
-    def reader(self) -> TokenRecycling:
+    def prefill_observer(self) -> TokenRecycling:
         return self
 
     def init(self, params: Params, s: State) -> Any:
