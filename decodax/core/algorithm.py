@@ -77,7 +77,8 @@ class Observer(Protocol):
 
 
 OPTIONAL = {"prefill_observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped",
-            "outcome": "Concludes", "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced", "guide": "GuidesItself"}
+            "outcome": "Concludes", "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced",
+            "guide": "GuidesItself"}
 """Members that only a derived contract has: a method that defined one alone would never be asked for it."""
 
 
