@@ -78,8 +78,10 @@ class Decoder(nnx.Module):
         echoes = None
         if self.c.shared or self.streams is not None:
             if keep is not None or begun is not None or transfer is not None:
-                why = ("some read the keys and values of others, or their choice of tokens" if self.c.shared else
-                       "they have several residual streams")
+                why = ("they have several residual streams" if not self.c.shared else
+                       "some read the keys and values of others" if any(
+                           layer.reads is not None or layer.echoes is not None for layer in self.c.layers) else
+                       "some take the choice of tokens of others")
                 raise ValueError(f"layers: {why}, so none can be left out for all nodes or some")
             if self.c.echoed:
                 assert near is not None

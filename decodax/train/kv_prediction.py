@@ -192,9 +192,9 @@ def losses(model: Model, auxiliary: Model, of: tuple[KVLayer, ...], to: tuple[KV
     made = maps.predicted(of, to, read.entries, window.positions)
     wanted = model.apply(own, window, Listening()).entries
     error = jnp.float32(0)
-    for shape, own, guess in zip(to, wanted, made, strict=True):
-        for x, y in ((turned(shape, own.keys.astype(jnp.float32), -window.positions), guess.keys),
-                     (own.values.astype(jnp.float32), guess.values)):
+    for shape, true, guess in zip(to, wanted, made, strict=True):
+        for x, y in ((turned(shape, true.keys.astype(jnp.float32), -window.positions), guess.keys),
+                     (true.values.astype(jnp.float32), guess.values)):
             error += jnp.where(live, jnp.abs(x - y).mean((2, 3)), 0).sum() / length
     out = model.apply(own, window, InPlace(kv=tuple(placed(to, made, window.positions))))
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from decodax.cache.entry import KVEntry
 from decodax.core.capabilities import AttendsAlone
 from decodax.core.window import Window
 from decodax.models.blocks.options import Layer
@@ -221,4 +222,4 @@ class Expanding:
 
         if self.far is not None:
             out = lax.cond(self.begun, both, lambda: out)
-        return out, (key, key[..., :0])
+        return out, KVEntry(key, key[..., :0])

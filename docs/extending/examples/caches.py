@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import decodax as dx
-from decodax.cache import Scratch, Slotted, Wrapper, empty_kv, empty_slots
+from decodax.cache import Scratch, Slotted, Wrapper, empty_kv, empty_slots, own_entry
+from decodax.cache.entry import MeasuredEntry
 from decodax.common.struct import static, struct
 from decodax.core.cache import Layout
 from decodax.core.capabilities import DraftBase
@@ -46,7 +47,7 @@ class SinkCache(Slotted):
     def attend(self, layer, q, k, v, window, *, scale, sliding=None, softcap=None):
         if sliding is not None:
             raise ValueError(f"cache: layer {layer} has a window of its own; a SinkCache takes layers that see all")
-        at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
+        at, keys_at, held = window.positions, window.key_positions, self.positions[layer]
 
         def part(q, is_sink, sliding):
             seen = window.visible() & is_sink(keys_at)[:, None]
@@ -58,7 +59,7 @@ class SinkCache(Slotted):
         turned = rotate(q, *self.rope.table(back), interleaved=self.rope.interleaved)
         ring = part(q, lambda at: at >= self.sinks, self.recent)
         out, _ = merge(ring, part(turned, lambda at: at < self.sinks, None))
-        return out, (k[:, -own:], v[:, -own:])
+        return out, own_entry(q, k, v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,8 @@ class HeavyHitterCache(Slotted):
     def attend(self, layer, q, k, v, window, *, scale, sliding=None, softcap=None):
         if sliding is not None or softcap is not None:
             raise ValueError(f"cache: layer {layer} has a window or a softcap; a HeavyHitterCache takes neither")
-        own = lambda x: x[:, -q.shape[1]:]
-        entry = lambda lse: (own(k), own(v), q * scale, lse)
+        own = own_entry(q, k, v)
+        entry = lambda lse: MeasuredEntry(own.keys, own.values, q * scale, lse)
 
         def look(cache, seen):
             return window_attention_lse(q, k, v, seen, window.positions, cache.kv[0], scale=scale,
@@ -176,8 +177,8 @@ class HeavyHitterCache(Slotted):
 
 def paid(entry, positions, kv, held):
     """The attention that committed nodes pay to each slot, up to their own: `f32[B, G, C]`."""
-    _, _, q, lse = entry            # of a node that is not committed, whose position is -1, no slot is counted
-    return slot_weights(q, lse, positions, kv, slot_positions=held, scale=1.0, causal=True)
+    # of a node that is not committed, whose position is -1, no slot is counted
+    return slot_weights(entry.queries, entry.sums, positions, kv, slot_positions=held, scale=1.0, causal=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +249,7 @@ class PagedCache(DraftBase):
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                table=self.table, scale=scale, sliding=sliding, softcap=softcap,
                                key_positions=window.key_positions, cached=window.cached)
-        return out, (k[:, -q.shape[1]:], v[:, -q.shape[1]:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries, slots):
         place = slots // self.page                                            # of the table; -1 stays -1
@@ -257,7 +258,7 @@ class PagedCache(DraftBase):
         page = jnp.take_along_axis(new.table, jnp.maximum(place, 0), 1)
         page = jnp.where((slots >= 0) & (page >= 0), page, self.pages)        # beyond the pool: dropped
         put = lambda pool, x: pool.at[page, :, slots % self.page].set(x.astype(pool.dtype), mode="drop")
-        kv = tuple(put(pool, jnp.concatenate(entry, -1)) for pool, entry in zip(self.kv, entries, strict=True))
+        kv = tuple(put(pool, entry.both) for pool, entry in zip(self.kv, entries, strict=True))
         return new.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def tree_buffer(self, entries, room):

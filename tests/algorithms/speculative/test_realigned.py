@@ -21,6 +21,7 @@ from decodax.algorithms.speculative.drafts.model.uag import AlignedVocabularies
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.algorithms.speculative.vocabulary import ByteVocabulary, Merges
 from decodax.cache import dense
+from decodax.cache.entry import KVEntry
 from decodax.core import drivers
 from decodax.core.state import Status
 from decodax.core.types import Model, Out, Params
@@ -170,7 +171,7 @@ class Bigram(Model):
 
     def apply(self, params, window, cache):
         none = jnp.zeros((*window.tokens.shape, 1, 1))
-        return Out(hidden=params[window.tokens], entries=((none, none),), head=lambda h: h)
+        return Out(hidden=params[window.tokens], entries=(KVEntry(none, none),), head=lambda h: h)
 
 
 TEXT = "abcdefgh"

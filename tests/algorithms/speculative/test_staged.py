@@ -11,6 +11,7 @@ from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import DraftModel, NGram, Staged
 from decodax.algorithms.speculative.trees import Chain
 from decodax.cache import dense
+from decodax.cache.entry import KVEntry
 from decodax.core.types import Model, Out
 from tests.laws.cases import VOCABULARY, decode, model
 
@@ -33,7 +34,7 @@ class Successor(Model):
             jax.debug.callback(lambda: CALLS.append(window.width))
         nothing = jnp.zeros((*window.tokens.shape, 1, 4))
         hidden = 2.5 * jax.nn.one_hot((window.tokens + 1) % VOCABULARY, VOCABULARY)
-        return Out(hidden=hidden + 0 * params, entries=((nothing, nothing),), head=lambda x: x)
+        return Out(hidden=hidden + 0 * params, entries=(KVEntry(nothing, nothing),), head=lambda x: x)
 
 
 def run(alg, weights, temperature=0.9):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from decodax.cache import KVLayer
+from decodax.cache.entry import KVEntry
 from decodax.caches.bounded.subgen import Sketch, SubGenCache, SubGenConfig, estimated, sketched
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
@@ -66,7 +67,7 @@ def test_clusters_are_as_wide_as_they_may_be() -> None:
 def test_a_prompt_and_tokens_one_by_one_come_to_the_same() -> None:
     kind = SubGenConfig(1.0, 8, 2, 6, recent=5, every=3)
     shape = KVLayer(2, 4, 5, queries=4)
-    entry = [(jnp.asarray(KEYS).swapaxes(0, 1)[None], jnp.asarray(VALUES).swapaxes(0, 1)[None])]
+    entry = [KVEntry(jnp.asarray(KEYS).swapaxes(0, 1)[None], jnp.asarray(VALUES).swapaxes(0, 1)[None])]
     whole = kind([shape], 1, 64, jnp.float32).prefill_cache().commit(entry, jnp.arange(N)[None]).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     slow = kind([shape], 1, 64, jnp.float32)

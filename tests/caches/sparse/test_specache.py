@@ -10,6 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax.bench.plan import PRESETS, abstract, plan
+from decodax.cache.entry import KVEntry
 from decodax.caches.quantize.kivi import OneBitCodec
 from decodax.caches.sparse.specache import Chooser, SpeCacheConfig
 from decodax.core import host_memory
@@ -57,7 +58,7 @@ def test_a_round_is_that_of_the_paper(bits: int) -> None:
     kind = SpeCacheConfig(bits, 3, group, group)
     cache: Any = kind([(G, d)], 2, 64, jnp.float32).prefill_cache()
     at = np.arange(40)
-    cache = cache.commit([tuple(jnp.asarray(x[:, :40]) for x in kv)],
+    cache = cache.commit([KVEntry(*(jnp.asarray(x[:, :40]) for x in kv))],
                          jnp.asarray(np.where(at < np.array(lengths)[:, None], at, -1), jnp.int32))
     cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
     assert all(host_memory.on_host(x) for x in cache.pages) and not any(map(host_memory.on_host, cache.fetched))

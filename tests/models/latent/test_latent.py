@@ -177,9 +177,9 @@ def test_layers_that_take_the_choice_of_others_run_together() -> None:
     params, cache = model.abstract_params(), model.init_cache(1, 8)
     assert "indexer" in params["layers"]["0"]["attn"] and "indexer" not in params["layers"]["1"]["attn"]
     window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match="the choice of others, or repeat their attention, so they cannot run one by"):
+    with pytest.raises(ValueError, match="or their choice, or repeat their attention, so they cannot run one by"):
         model.walk(params, window, cache)
-    with pytest.raises(ValueError, match="or their choice of tokens, so none can be left out"):
+    with pytest.raises(ValueError, match="some take the choice of tokens of others, so none can be left out"):
         jax.eval_shape(lambda params: model.apply(params, window, cache, keep=[(True, True), (False, True)]), params)
     with pytest.raises(ValueError, match=r"^indexer: got a shared one in layer 0, takes one of its own there"):
         dataclasses.replace(shared, layers=shared.layers[::-1])
