@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from decodax.cache.entry import own_entry
+from decodax.cache.entry import KVEntry, own_entry
 from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
@@ -118,7 +118,14 @@ def write(cache: Array, new: Array, slots: Array) -> Array:
 
 def write_entries(kv: Sequence[Array], entries: Entries, slots: Array) -> tuple[Array, ...]:
     """Returns the keys and values `kv` of all layers with those of each layer's entry, a `KVEntry`, written; see
-    `write`."""
+    `write`.
+
+    Raises:
+        TypeError: an entry is something else.
+    """
+    for layer, entry in enumerate(entries):
+        if not isinstance(entry, KVEntry):
+            raise TypeError(f"entries: got a {type(entry).__name__} for layer {layer}, takes a decodax.cache.KVEntry")
     return tuple(write(held, entry.both, slots) for held, entry in zip(kv, entries, strict=True))
 
 

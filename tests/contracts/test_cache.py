@@ -242,6 +242,12 @@ def look(held: Any, layer: int = 0) -> jax.Array:
     return held.attend(layer, q, zeros(held.keys(layer)), zeros(held.values(layer)), window, scale=0.5)[0]
 
 
+def test_an_entry_that_is_no_struct_is_named() -> None:
+    pairs = [(entry.keys, entry.values) for entry in entries(0, 2, 3, "dense of other values")]
+    with pytest.raises(TypeError, match=r"^entries: got a tuple for layer 0, takes a decodax\.cache\.KVEntry$"):
+        KINDS["dense of other values"](2, 8).commit(pairs, jnp.broadcast_to(jnp.arange(3), (2, 3)))
+
+
 @pytest.mark.wide(but=("dense of other values",))
 @pytest.mark.parametrize("kind", often(OFTEN, KINDS))
 def test_chunks_of_any_size_commit_the_same_entries(kind: str) -> None:
