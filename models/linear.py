@@ -7,7 +7,7 @@
   2024): Taylor features and sliding windows, and a prefix with attention in both directions.
 
 Each returns the configuration of another network. `linearized` keeps a decoder's weights and adds to them
-(`linear_weights`); `docs/models/networks.md` shows how much quality is lost without training.
+(`linear_weights`); `docs/loading/networks.md` shows how much quality is lost without training.
 
 Outputs are those of the authors' layers, to rounding: of `linearized` GATECH-EIC/Linearized-LLM 273274e, of `jrt`
 HazyResearch/prefix-linear-attention 7490f22, whose `SlidingAttention(window_size=256)` is `window=129`. When drafts
