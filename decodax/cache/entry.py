@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -66,8 +64,3 @@ def own_entry(q: Array, k: Array, v: Array) -> KVEntry:
     earlier windows."""
     earlier = k.shape[1] - q.shape[1]
     return KVEntry(k[:, earlier:], v[:, earlier:])
-
-
-def is_pair(entry: Any) -> bool:
-    """Returns True if an entry of any layer has keys and values and nothing else."""
-    return type(entry) is KVEntry

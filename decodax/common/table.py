@@ -17,8 +17,8 @@ class Argument(NamedTuple):
         where: what reads the argument: the sampling "policy" (`build`), "beams" (beam search), another decoding
             "method", the "front" ends themselves, or only "transformers", where it has another value than a neutral
             one.
-        neutral: values without effect, besides None; None: no value is known to have none, or nothing is refused for
-            having no effect.
+        neutral: values without effect, besides None: `()` if there are none. None: `decodax.sampling.neutral` does not
+            list the argument.
         config: True: generation configs have an entry of this name that is used here.
         ids: True: the value is one or several token ids; a negative number in a generation config means none.
         needs: the argument without which this one has no effect; None: it stands alone.

@@ -236,4 +236,4 @@ def _no_view(cache: Any, kind: Any) -> ValueError:
     if kind is None:
         return ValueError(f"cache: {name} has no smaller view of itself for drafts to read")
     return ValueError(f"cache: drafts read a cache of the kind {kind}, and none is beside {name}; takes the model as "
-                      "the method runs it (Algorithm.through)")
+                      "the method runs it (Algorithm.wrap_model)")

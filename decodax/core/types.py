@@ -149,7 +149,7 @@ class RandomWeights(Model):
 
 
 class LayeredConfig(Protocol):
-    """What the configuration of a `LayeredModel` says of its layers."""
+    """The properties that the configuration of a `LayeredModel` has."""
 
     @property
     def width(self) -> int:
@@ -384,8 +384,8 @@ def wrap_cache(model: Model, wrap: Callable[[CacheKind], CacheKind]) -> Model:
 
 
 def fit_cache(model: Model, new: int) -> Model:
-    """Returns the model with caches sized for at most `new` tokens after the prompt (`CacheConfig.fit`); the same
-    object if nothing changes."""
+    """Returns the model with caches sized for at most `new` tokens after the prompt (`CacheConfig.with_length`);
+    the same object if nothing changes."""
     kind = model.cache_kind
     if not isinstance(kind, CacheConfig) or (fitted := kind.with_length(new)) == kind:
         return model

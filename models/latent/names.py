@@ -15,7 +15,7 @@ MLA: dict[str, Any] = {
               **{f"mlp.{part}": f"mlp.{part}_proj" for part in PARTS}, "mlp.router": "mlp.gate",
               **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in PARTS}},
     "fused": (("attn.k_b", "attn.v_b"),), "grouped": True}
-"""Of DeepSeek. The halves of the keys and values of each head share one tensor."""
+"""Tensor names of DeepSeek's layers. Keys and values of a head are two halves of one tensor."""
 
 NAMES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),

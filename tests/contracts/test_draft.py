@@ -256,7 +256,7 @@ def test_a_cache_of_caches_answers_for_all_of_the_contract() -> None:
 
 
 def test_kinds_of_caches_around_others_forward_what_they_are_asked() -> None:
-    """Those with a `wrap_model` of their own put the inner kind on the model in their place."""
+    """A config that defines `wrap_model` is exempt: it gives the model its inner config instead of itself."""
     around = [cls for cls in below(CacheConfig) if holding(cls, CacheConfig) and "wrap_model" not in public(cls)]
     assert {cls.__name__ for cls in around} >= {"QuantizedPruningConfig", "Propagation"}
     for cls in around:

@@ -1,4 +1,5 @@
-"""What a type checker says of calls: the arguments of the front ends are typed, so that an editor completes them."""
+"""mypy accepts right calls of the front ends and refuses wrong ones. An editor completes their arguments for the same
+reason: they are typed."""
 
 import importlib.util
 import subprocess

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
-from decodax.common.options import Count, Range, check_options
+from decodax.common.options import Count, NonNegative, check_options
 from decodax.core.algorithm import Concludes, Grouped, LearnsFromPrompt, Traits
 from decodax.core.cache import NONE
 from decodax.core.composed import data
@@ -89,10 +89,10 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
     early_stopping: EarlyStopping = False
     patience: float = data(1.0, bare=1.0)
     groups: Count = 1
-    diversity_penalty: Annotated[float, Range(0)] = data(0.0, bare=0.0)
+    diversity_penalty: NonNegative = data(0.0, bare=0.0)
     counting: Counting = "chosen"
     uid: UID | None = None
-    strength: Annotated[float, Range(0)] = data(0.0, bare=0.0)
+    strength: NonNegative = data(0.0, bare=0.0)
     renormalize: bool = False
     draft: Draft | Source | None = None
     shape: Shape | None = None

@@ -4,14 +4,14 @@ Beam Search", Meister, Vieira and Cotterell, 2020)."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished
-from decodax.common.options import Count, Range, check_options
+from decodax.common.options import Count, NonNegative, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Grouped, Paced, Traits
@@ -108,7 +108,7 @@ class BestFirst(Grouped, Concludes, Paced):
     width: Count
     returns: Count = 1
     longest: Count = 32
-    length_penalty: Annotated[float, Range(0)] = data(0.0, bare=0.0)
+    length_penalty: NonNegative = data(0.0, bare=0.0)
     at_once: Count = 1
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, NonNegative, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
@@ -209,7 +209,7 @@ def _where(rows: Array, new: LookAhead, old: LookAhead) -> LookAhead:
 
 @ALGORITHMS.register("adadec", "Towards Better Code Generation: Adaptive Decoding with Uncertainty Guidance",
                      "He et al. 2025", family="search")
-def adadec(threshold: Annotated[float, Range(0)] = 1.0, k: Annotated[int, Range(2)] = 3, length: Count = 5,
+def adadec(threshold: NonNegative = 1.0, k: Annotated[int, Range(2)] = 3, length: Count = 5,
            counting: Counting = "ended") -> AdaDec:
     """At uncertain positions, ranks candidates by the probability of their greedy continuations.
 

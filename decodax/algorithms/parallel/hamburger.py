@@ -9,14 +9,14 @@ together with the decoder and with the embedder that merges a group (`decodax.tr
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.heads.source import trained
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.algorithm import GuidesItself, Traits
@@ -223,7 +223,7 @@ class Hamburger(GuidesItself):
 
 @ALGORITHMS.register("hamburger", "HAMburger: Accelerating LLM Inference via Token Smashing", "Liu & Zhu 2025",
                      family="speculative-self", needs="a trained drafter", guarantee="approximate")
-def hamburger(lm: Any, draft: Any = None, confidence: Annotated[float, Range(0, 1)] = 0.9,
+def hamburger(lm: Any, draft: Any = None, confidence: Share = 0.9,
               length: Count | None = None) -> Hamburger:
     """Writes groups of up to four tokens, each of which is one position of the model, and verifies nothing.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from decodax.cache.dense import Dense, dense_like, write_entries
 from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, refuse_prefill
 from decodax.cache.wrapper import Wrapper
-from decodax.common.options import Count, Range, Whole, check_options
+from decodax.common.options import Count, NonNegative, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
@@ -271,7 +271,7 @@ class SubGenConfig(KVConfig):
         seed: seed of the draws.
     """
 
-    radius: Annotated[float, Range(0)]
+    radius: NonNegative
     clusters: Count = 256
     keys: Count = 4
     values: Count = 256

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
@@ -29,7 +29,7 @@ from decodax.caches.quantize.kivi import (
 )
 from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.rotation import after_rotation, before_rotation
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import CACHES
 from decodax.core.cache import PyTree
 from decodax.core.capabilities import ReadPrompt
@@ -149,7 +149,7 @@ class SQuatCodec(Codec):
 
 @CACHES.register("squat", "SQuat: Subspace-orthogonal KV Cache Quantization", "Wang et al. 2025", family="quantize")
 def squat(bits: Bits = 2, group_size: Count = 32, residual_length: Count = 32, quant_group_size: Count = 64,
-          subspace_dim: Count = 20, squat_lambda: Annotated[float, Range(0)] = 0.001,
+          subspace_dim: Count = 20, squat_lambda: NonNegative = 0.001,
           keys: Literal["before", "after"] = "before") -> QuantizedConfig:
     """Keeps all tokens in 2 bits, with errors of keys nearly orthogonal to the prompt's queries; the latest tokens are
     not quantized.

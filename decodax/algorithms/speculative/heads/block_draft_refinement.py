@@ -28,7 +28,7 @@ from decodax.algorithms.speculative.heads.source import TrainedHead, trained
 from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Grower, Level, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, NonNegative, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature
@@ -249,7 +249,7 @@ SYSTEMS = ("blockwise-parallel", "medusa")
                      "Kim et al. 2024", family="blockwise-parallel", needs="a trained drafter",
                      drafters=SYSTEMS, guarantee="seed-exact")
 def block_draft_refinement(lm: Any, draft: Any = None, rescore: Source | None = None, length: Count | None = None,
-                           paths: Count = 4, candidates: Count = 8, weight: Annotated[float, Range(0)] = 0.5,
+                           paths: Count = 4, candidates: Count = 8, weight: NonNegative = 0.5,
                            order: Annotated[int, Range(2)] = 3, corpus: Corpus = (),
                            verify: Verifier | None = None) -> Speculative:
     """Drafts with heads that predict a block in parallel, and rescores their drafts by a language model.

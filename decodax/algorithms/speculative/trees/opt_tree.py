@@ -10,7 +10,7 @@ have been drafted.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -21,7 +21,7 @@ from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.eagle2 import confidence
 from decodax.algorithms.speculative.trees.layers import at_least, grow_layers
-from decodax.common.options import Count, Range
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import ALGORITHMS
 
 
@@ -59,7 +59,7 @@ class OptTree(Shape):
 
 @ALGORITHMS.register("opt-tree", "OPT-Tree: Speculative Decoding with Adaptive Draft Tree Structure",
                      "Wang et al. 2024", family="speculative-tree", needs="a draft model", guarantee="seed-exact")
-def opt_tree(draft: Any, nodes: Count = 24, delta: Annotated[float, Range(0)] = 0.5, length: Count = 8) -> Speculative:
+def opt_tree(draft: Any, nodes: Count = 24, delta: NonNegative = 0.5, length: Count = 8) -> Speculative:
     """Drafts the tree with the largest expected number of accepted tokens, and goes deeper as long as that pays.
 
     The tree follows the draft model's probabilities in each round; nothing has to be fitted.

@@ -10,7 +10,7 @@ at the `i`-th mask. Its encoder reads the target's source once.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -21,7 +21,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.algorithms.speculative.verifier import Verifier
 from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
-from decodax.common.options import Count, Range, Whole
+from decodax.common.options import Count, NonNegative, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
@@ -101,7 +101,7 @@ class NonAutoregressive(MaskedDrafts):
                      "Generation", "Xia et al. 2023", family="speculative-linear", needs="a tuned draft model",
                      guarantee="approximate")
 def specdec(draft: Any, length: Count = 25, mask: Whole | None = None, beta: Count = 3,
-            tau: Annotated[float, Range(0)] = 1.0, verify: Verifier | None = None) -> Speculative:
+            tau: NonNegative = 1.0, verify: Verifier | None = None) -> Speculative:
     """Drafts a block in one pass of a non-autoregressive drafter, and accepts drafts that are among the most likely
     tokens.
 

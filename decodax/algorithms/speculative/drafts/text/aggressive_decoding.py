@@ -10,7 +10,7 @@ exactly once in the input; then drafts are the tokens after that place.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.source import Draft, Drawn, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
-from decodax.common.options import Count, Range, Whole, check_options
+from decodax.common.options import Count, NonNegative, Whole, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
@@ -119,7 +119,7 @@ class InputGuided(Draft):
 @ALGORITHMS.register("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
                      "Ge, Xia, Sun, Chen, Wei 2022", family="speculative-linear", guarantee="seed-exact")
 def aggressive_decoding(length: Count = 16, max_match: Count | None = None, beta: Count | None = None,
-                        tau: Annotated[float, Range(0)] | None = None, drafter: Source | None = None,
+                        tau: NonNegative | None = None, drafter: Source | None = None,
                         verify: Verifier | None = None) -> Speculative:
     """Drafts the input itself, from the place that the output has reached. With `beta` or `tau` the output is
     approximate.
