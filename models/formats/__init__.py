@@ -19,6 +19,7 @@ from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, ShiftedGroups
 from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.integers import InputsRotated, Integers, Static
 from decodax.models.formats.mxfp4 import Mxfp4, Mxfp4Blocks
+from decodax.models.formats.nvfp4 import Nvfp4, Nvfp4Blocks
 from decodax.models.formats.published import InputsPermuted, Levels, ZeroPoints
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
 from decodax.models.formats.quamba2 import Quamba2
@@ -30,7 +31,7 @@ from decodax.models.packed import Packed
 from decodax.models.weight_source import kernel_of, nested
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
-           "ModelFormat", "Mxfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",
+           "ModelFormat", "Mxfp4", "Nvfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",
            "read_format", "unpacked"]
 
 for _name, _make, *_paper in (
@@ -39,6 +40,7 @@ for _name, _make, *_paper in (
         ("fp8", Float8, "", "", "8-bit floats (e4m3fn) with one scale for each output"),
         ("mxfp4", Mxfp4, "", "", "4-bit floats (e2m1) with a power of two for each group of 32 inputs, as GPT-OSS is "
          "released"),
+        ("nvfp4", Nvfp4, "", "", "4-bit floats (e2m1) with an 8-bit float for each group of 16 inputs"),
         ("bfloat16", functools.partial(Floats, "bfloat16"), "", "", "bfloat16 weights, activations of any dtype"),
         ("float16", functools.partial(Floats, "float16"), "", "", "float16 weights, activations of any dtype"),
         ("float32", functools.partial(Floats, "float32"), "", "", "float32 weights, activations of any dtype"),
@@ -59,9 +61,9 @@ for _name in TYPES:
         functools.partial(Ggml, _name))
 
 FORMATS: dict[str, Format] = {
-    "int8": Int8(), "int4": Int4(), "fp8": Float8(), "mxfp4": Mxfp4(), "bfloat16": Floats("bfloat16"),
-    "float16": Floats("float16"), "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(),
-    "glvq": GLVQ(), "r-sparse": RSparse(),
+    "int8": Int8(), "int4": Int4(), "fp8": Float8(), "mxfp4": Mxfp4(), "nvfp4": Nvfp4(),
+    "bfloat16": Floats("bfloat16"), "float16": Floats("float16"), "float32": Floats("float32"), "qserve": QServe(),
+    "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse(),
     **{_name: Ggml(_name) for _name in TYPES}}
 """Formats by the names that `decodax.load` and `decodax.quantize` accept."""
 
@@ -70,7 +72,7 @@ MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
     Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated, GgmlBlocks,
-    Mxfp4Blocks, ShiftedGroups, ZeroPoints, InputsPermuted, Levels)}
+    Mxfp4Blocks, Nvfp4Blocks, ShiftedGroups, ZeroPoints, InputsPermuted, Levels)}
 """Classes of packed kernels, by the names that `decodax.save` writes to files."""
 
 

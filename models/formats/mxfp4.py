@@ -74,6 +74,18 @@ def _decoded(codes: Array) -> Array:
     return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
 
 
+def rounded(groups: Array) -> Array:
+    """Returns the codes nearest to weights that are divided by their scales, halves to even ones: `u8[..., N, group //
+    2, G]` from `f32[..., N, G, group]`, in the order of `Mxfp4Blocks`."""
+    size = jnp.minimum(jnp.abs(groups), 6)
+    # Rounded to the nearest multiple of the step between codes of the same exponent.
+    exponent = jnp.clip(jnp.frexp(size)[1] - 1, 0, LARGEST)
+    steps = jnp.round(jnp.ldexp(size, 1 - exponent)).astype(jnp.int32)
+    codes = (steps + 2 * exponent) | jnp.where(jnp.signbit(groups), 8, 0)
+    low, high = codes[..., ::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
+    return jnp.swapaxes(low | high << 4, -1, -2)
+
+
 def unpack(raw: np.ndarray) -> Mxfp4Blocks:
     """Returns the kernel of a GGUF file's blocks, `u8[N, G, 17]`, with NumPy arrays.
 
@@ -100,10 +112,4 @@ class Mxfp4(Format):
         exponents = jnp.frexp(jnp.abs(groups).max(-1))[1] - 1 - LARGEST
         exponents = jnp.clip(exponents, 1 - BIAS, BIAS)
         rest = jnp.ldexp(groups, -exponents[..., None])
-        size = jnp.minimum(jnp.abs(rest), 6)
-        # Rounded to the nearest multiple of the step between codes of the same exponent, halves to even ones.
-        exponent = jnp.clip(jnp.frexp(size)[1] - 1, 0, LARGEST)
-        steps = jnp.round(jnp.ldexp(size, 1 - exponent)).astype(jnp.int32)
-        codes = (steps + 2 * exponent) | jnp.where(jnp.signbit(rest), 8, 0)
-        low, high = codes[..., ::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
-        return Mxfp4Blocks(codes=jnp.swapaxes(low | high << 4, -1, -2), scales=(exponents + BIAS).astype(jnp.uint8))
+        return Mxfp4Blocks(codes=rounded(rest), scales=(exponents + BIAS).astype(jnp.uint8))

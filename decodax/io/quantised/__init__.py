@@ -14,14 +14,15 @@ from decodax.io.quantised.bitsandbytes import BitsAndBytes
 from decodax.io.quantised.compressed import CompressedTensors
 from decodax.io.quantised.float8 import Float8Weights
 from decodax.io.quantised.gptq import Gptq
+from decodax.io.quantised.modelopt import ModelOptimizer
 from decodax.io.quantised.scheme import Scheme
 
 METHODS: dict[str, type[Scheme]] = {
     "fp8": Float8Weights, "fbgemm_fp8": Float8Weights, "compressed-tensors": CompressedTensors, "awq": Awq,
-    "gptq": Gptq, "bitsandbytes": BitsAndBytes}
+    "gptq": Gptq, "bitsandbytes": BitsAndBytes, "modelopt": ModelOptimizer}
 """Readers by `quant_method`."""
 
-BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which older checkpoints have their configuration, and its method."""
 
 

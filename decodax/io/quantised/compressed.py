@@ -1,10 +1,9 @@
 """compressed-tensors, the format of llm-compressor: W4A16 and W8A16 (`pack-quantized`), W8A8 (`int-quantized`) and FP8
-(`float-quantized`), with one scale for a tensor, an output, a group of inputs or a block; and MXFP4
-(`mxfp4-pack-quantized`).
+(`float-quantized`), with one scale for a tensor, an output, a group of inputs or a block; MXFP4, MXFP8 and NVFP4
+(`mxfp4-pack-quantized`, `mxfp8-quantized`, `nvfp4-pack-quantized`).
 
 Packed codes are `i32[N, ceil(K * bits / 32)]`, with consecutive inputs in a word. Zero points are packed along outputs:
-`i32[ceil(N * bits / 32), groups]`. In MXFP4 a byte has the codes of two consecutive inputs, `u8[N, K / 2]`, and the
-scales are exponents, `u8[N, K / 32]`. Quantization of activations and of the cache is not applied: activations stay
+`i32[ceil(N * bits / 32), groups]`. Quantization of activations and of the cache is not applied: activations stay
 floats, which is at least as exact.
 """
 
@@ -18,25 +17,17 @@ from typing import Any, Self
 import numpy as np
 
 from decodax.io.files import CheckpointError
+from decodax.io.quantised.float4 import float4_linear
 from decodax.io.quantised.scheme import SCALES, GroupedLinear, Scheme, StoredLinear, byte_linear, order_of, unpack
 from decodax.io.quantised.tensors import TensorReader
-from decodax.models.formats.mxfp4 import GROUP, Mxfp4Blocks
-from decodax.models.packed import Packed
+from decodax.models.formats import mxfp4, nvfp4
 
-MX = "mxfp4-pack-quantized"
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", MX)
+FLOAT4 = {"mxfp4-pack-quantized": mxfp4.GROUP, "nvfp4-pack-quantized": nvfp4.GROUP}
+"""Formats of 4-bit floats, with the number of inputs that share a scale."""
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
+           "mxfp8-quantized", *FLOAT4)
 """Values of `format` that are read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Mxfp4Linear(StoredLinear):
-    """A linear layer of a compressed-tensors checkpoint in MXFP4."""
-
-    def read(self, which: np.ndarray, zeroed: bool, ordered: bool) -> Packed:
-        codes = self.file.rows(f"{self.stem}.weight_packed", which).reshape(len(which), -1, GROUP // 2)
-        scales = self.file.rows(f"{self.stem}.weight_scale", which).view(np.uint8)
-        return Mxfp4Blocks(codes=np.ascontiguousarray(np.swapaxes(codes, -1, -2)),      # type: ignore[arg-type]
-                           scales=scales)                                               # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +92,16 @@ class CompressedTensors(Scheme):
         for name, group in groups.items():
             own = group.get("weights") or {}
             width, size, block = own.get("num_bits", 8), own.get("group_size"), own.get("block_structure")
-            mx = MX in (group.get("format"), config.get("format")) and width == 4
-            if width not in (2, 3, 4, 5, 6, 7, 8) or (own.get("type") == "float" and width != 8 and not mx):
+            form = next((f for f in (group.get("format"), config.get("format")) if f in FLOAT4), None)
+            if width not in (2, 3, 4, 5, 6, 7, 8) or (own.get("type") == "float" and width != 8
+                                                      and not (form and width == 4)):
                 raise ValueError(f"config_groups.{name}.weights.num_bits: got {width} of type {own.get('type')}, takes "
-                                 f"2 to 8 of type int, 8 of type float, or 4 of it with format {MX!r}")
-            if mx and own.get("type") == "float":
-                if size != GROUP or not own.get("symmetric", True):
+                                 f"2 to 8 of type int, 8 of type float, or 4 of it with format "
+                                 f"{' or '.join(map(repr, FLOAT4))}")
+            if form and width == 4 and own.get("type") == "float":
+                if size != FLOAT4[form] or not own.get("symmetric", True):
                     raise ValueError(f"config_groups.{name}.weights: got group_size {size}, symmetric "
-                                     f"{own.get('symmetric')}, format {MX!r} takes {GROUP} and true")
+                                     f"{own.get('symmetric')}, format {form!r} takes {FLOAT4[form]} and true")
                 continue
             bits.append(width)
             if isinstance(size, int) and size > 0:
@@ -123,11 +116,7 @@ class CompressedTensors(Scheme):
             return byte_linear(file, stem, outputs, inputs, ("weight_scale",), ("I8", "F8_E4M3"), self.blocks,
                                zero="weight_zero_point")
         if file.dtype(name) == "U8":
-            if inputs % GROUP:
-                raise CheckpointError(f"{file.where(name)}: got {inputs} inputs, MXFP4 takes a multiple of {GROUP}")
-            scale = file.require(f"{stem}.weight_scale", ((outputs, inputs // GROUP),), ("U8", "F8_E8M0"))
-            return Mxfp4Linear(file, stem, outputs, inputs, (file.require(
-                name, ((outputs, inputs // 2),), ("U8",)), scale))
+            return float4_linear(file, stem, outputs, inputs, "weight_packed", "weight_global_scale", divides=True)
         words = lambda count, bits: -(-count * bits // 32)
         file.require(name, tuple((outputs, words(inputs, bits)) for bits in self.bits), ("I32",))
         bits = next(bits for bits in self.bits if file.shape(name)[1] == words(inputs, bits))
@@ -152,7 +141,8 @@ class CompressedTensors(Scheme):
         return PackedLinear(file, stem, outputs, inputs, tuple(names), bits, groups)
 
     def unused(self, stem: str) -> tuple[str, ...]:
-        return tuple(f"{stem}.{side}_{tail}" for side in ("input", "output") for tail in ("scale", "zero_point"))
+        return tuple(f"{stem}.{side}_{tail}" for side in ("input", "output")
+                     for tail in ("scale", "zero_point", "global_scale"))
 
     def notes(self) -> tuple[str, ...]:
         return tuple(f"codes of {bits} bits take {4 if bits < 4 else 8}" for bits in sorted(set(self.bits))

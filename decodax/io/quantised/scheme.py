@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 
 from decodax.io.files import CheckpointError
@@ -202,6 +203,8 @@ class ByteLinear(StoredLinear):
     def _spread(self, name: str, which: np.ndarray) -> np.ndarray:
         """Returns the numbers of some outputs, `[n, groups]`."""
         found = self.file.whole(name)
+        if found.dtype == np.uint8:     # exponents
+            found = found.view(jnp.float8_e8m0fnu)
         if self.block is None:
             found = found.reshape(-1, 1)
             return found[which] if len(found) > 1 or self.outputs == 1 else np.repeat(found, len(which), 0)
@@ -238,7 +241,7 @@ def byte_linear(file: TensorReader, stem: str, outputs: int, inputs: int, scales
         (-(-outputs // rows), -(-inputs // columns)): (rows, columns) for rows, columns in blocks}
     whole: tuple[tuple[int, ...], ...] = ((outputs, 1), (outputs,), (1,), (), (1, 1))
     shapes = tuple(shape for shape in whole if shape not in by_block)
-    file.require(scale, (*by_block, *shapes), (*SCALES, "F8_E8M0"))
+    file.require(scale, (*by_block, *shapes), (*SCALES, "F8_E8M0", "U8"))
     block = by_block.get(file.shape(scale))
     names: tuple[str, ...] = (name, scale)
     found = f"{stem}.{zero}"

@@ -22,7 +22,8 @@ from tests.matrix import often
 
 FAMILIES = {"llama": LLAMA, "fused": FUSED, "tied": TIED, "experts": EXPERTS}
 OFTEN = [("gptq", "llama"), ("gptq-act-order", "experts"), ("awq", "fused"), ("w4a16-asym", "experts"),
-         ("w8a8", "tied"), ("mxfp4", "experts"), ("fp8", "experts"), ("fp8", "fused"), ("nf4-double", "fused"),
+         ("w8a8", "tied"), ("mxfp4", "experts"), ("nvfp4", "fused"), ("modelopt-nvfp4", "experts"), ("mxfp8", "tied"),
+         ("fp8", "experts"), ("fp8", "fused"), ("nf4-double", "fused"),
          ("bnb-8", "llama")]
 
 
@@ -208,6 +209,23 @@ def test_a_missing_tensor_is_named(small: Written) -> None:
         load_model(small.quantised)
 
 
+def test_a_model_optimizer_file_beside_the_configuration_is_read(tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path, "modelopt-nvfp4", LLAMA)
+    path = written.quantised / "config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items()
+                                if key != "quantization_config"}))
+    (written.quantised / "hf_quant_config.json").write_text(json.dumps({
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}}))
+    cache = {f"model.layers.0.self_attn.{side}_proj.{side}_scale": np.ones((), np.float32) for side in "kv"}
+    written.rewrite(lambda tensors: tensors.update(cache))
+    assert_same_weights(load_model(written.quantised, "float32")[1], load_model(written.plain, "float32")[1])
+    name = "model.layers.1.mlp.down_proj.pre_quant_scale"
+    written.rewrite(lambda tensors: tensors.update({name: np.ones(96, np.float32)}))
+    with pytest.raises(CheckpointError, match=f"tensor {name}: got a factor for each input, takes layers without one"):
+        load_model(written.quantised)
+
+
 def test_tensors_of_no_layer_are_named(small: Written) -> None:
     small.rewrite(lambda tensors: tensors.update({"model.layers.0.mlp.extra_proj.qweight": np.zeros((8, 4), np.int32)}))
     with pytest.raises(CheckpointError, match=r"holds tensor model\.layers\.0\.mlp\.extra_proj\.qweight, which"):
@@ -224,8 +242,12 @@ def test_tensors_of_no_layer_are_named(small: Written) -> None:
     ({"quant_method": "awq", "version": "gemv", "group_size": 32}, "version: got 'gemv', takes 'gemm'"),
     ({"quant_method": "bitsandbytes"}, "load_in_4bit, load_in_8bit: got None and None, takes one of them true"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: got \[128\], takes two numbers"),
-    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
-     "format: got 'nvfp4-pack-quantized', takes 'pack-quantized'"),
+    ({"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized", "config_groups": {}},
+     "format: got 'mxfp6-pack-quantized', takes 'pack-quantized'"),
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}},
+     r"config_groups\.group_0\.weights: got group_size 32, symmetric None, format 'nvfp4-pack-quantized' takes 16"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo: got 'W4A16_AWQ', takes 'NVFP4'"),
     ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {
         "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}}},
      r"config_groups\.group_0\.weights: got group_size 16, symmetric None, format 'mxfp4-pack-quantized' takes 32"),

@@ -23,6 +23,7 @@ from decodax.io.quantised.scheme import StoredLinear, halves, halves_of_pairs, u
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats import published, scaled
 from decodax.models.formats.mxfp4 import Mxfp4Blocks
+from decodax.models.formats.nvfp4 import Nvfp4Blocks
 from decodax.models.formats.published import InputsPermuted, Levels, ZeroPoints
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed, multiply
@@ -31,7 +32,8 @@ from tests.io.quantised.writer import NAMES, Tensors, dense, float8, write_safet
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 N, K = 32, 64
 PLAIN = {"w4a16": Scaled, "w4a16-asymmetric": ZeroPoints, "w8a8": Scaled, "fp8-block": Scaled, "nf4": Levels,
-         "mxfp4": Mxfp4Blocks, "bnb-int8": Scaled, "awq": ZeroPoints, "gptq-4": ZeroPoints,
+         "mxfp4": Mxfp4Blocks, "nvfp4": Nvfp4Blocks, "modelopt-nvfp4": Nvfp4Blocks, "mxfp8": Scaled,
+         "bnb-int8": Scaled, "awq": ZeroPoints, "gptq-4": ZeroPoints,
          "gptq-4-act-order": InputsPermuted}
 
 
@@ -69,7 +71,7 @@ def test_products_are_those_of_the_package_that_defines_the_format(kind: str, tm
 
 
 @pytest.mark.parametrize("kind", ["gptq-4-act-order", "awq", "w4a16-asymmetric", "nf4-double", "fp8-block", "bnb-int8",
-                                  "mxfp4"])
+                                  "mxfp4", "nvfp4", "mxfp8"])
 @pytest.mark.wide(but=("gptq-4-act-order", "awq"))
 def test_outputs_are_read_by_themselves(kind: str, tmp_path: Path) -> None:
     own = layer(tmp_path, kind, tensors_of(kind))

@@ -112,16 +112,48 @@ def packed(stem: str, w: np.ndarray, bits: int = 4, group: int = 32, symmetric: 
     return made, _decoded(codes, scales, zeros, np.arange(w.shape[1]) // group)
 
 
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""The codes of a 4-bit float without their sign."""
+
+
+def _float4(groups: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes of the nearest codes, two consecutive inputs in each, and the weights that they stand for."""
+    scaled = groups / scales[..., None]
+    codes = np.abs(np.abs(scaled)[..., None] - LEVELS).argmin(-1)
+    decoded = np.sign(scaled) * LEVELS[codes] * scales[..., None]
+    both = (codes | (scaled < 0) * 8).reshape(len(groups), -1, 2)
+    return (both[..., 0] | both[..., 1] << 4).astype(np.uint8), decoded.reshape(len(groups), -1).astype(np.float32)
+
+
 def mxfp4(stem: str, w: np.ndarray) -> tuple[Tensors, np.ndarray]:
     """Floats of 4 bits, with a power of two for 32 consecutive inputs, which the largest of them determines."""
     groups = w.reshape(len(w), -1, 32)
     exponents = np.floor(np.log2(np.abs(groups).max(-1))).astype(np.int64) - 2
-    scaled, levels = groups / 2.0 ** exponents[..., None], np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    codes = np.abs(np.abs(scaled)[..., None] - levels).argmin(-1)
-    decoded = np.sign(scaled) * levels[codes] * 2.0 ** exponents[..., None]
-    both = (codes | (scaled < 0) * 8).reshape(len(w), -1, 2)
-    return {f"{stem}.weight_packed": (both[..., 0] | both[..., 1] << 4).astype(np.uint8),
-            f"{stem}.weight_scale": (exponents + 127).astype(np.uint8)}, decoded.reshape(w.shape).astype(np.float32)
+    codes, decoded = _float4(groups, 2.0 ** exponents)
+    return {f"{stem}.weight_packed": codes, f"{stem}.weight_scale": (exponents + 127).astype(np.uint8)}, decoded
+
+
+def nvfp4(stem: str, w: np.ndarray, optimizer: bool = False) -> tuple[Tensors, np.ndarray]:
+    """Floats of 4 bits, with one of 8 bits for 16 consecutive inputs and a number of the layer, by which compressed-
+    tensors divides and NVIDIA's Model Optimizer multiplies."""
+    groups = w.reshape(len(w), -1, 16)
+    factor = np.float32(np.abs(w).max() / (6 * 448))
+    scales = (np.abs(groups).max(-1) / (6 * factor)).astype(jnp.float8_e4m3fn)
+    kept = factor if optimizer else 1 / factor
+    codes, decoded = _float4(groups, scales.astype(np.float32) * (kept if optimizer else 1 / kept))
+    names = ("weight", "weight_scale_2", "input_scale") if optimizer else (
+        "weight_packed", "weight_global_scale", "input_global_scale")
+    return {f"{stem}.{names[0]}": codes, f"{stem}.weight_scale": scales,
+            **{f"{stem}.{name}": np.full(() if optimizer else (1,), kept, np.float32) for name in names[1:]}}, decoded
+
+
+def mxfp8(stem: str, w: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """Floats of 8 bits, with a power of two for 32 consecutive inputs."""
+    groups = w.reshape(len(w), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(groups).max(-1) / 448)).astype(np.int64)
+    codes = (groups / 2.0 ** exponents[..., None]).astype(jnp.float8_e4m3fn)
+    return {f"{stem}.weight": codes.reshape(w.shape), f"{stem}.weight_scale": (exponents + 127).astype(np.uint8)}, (
+        codes.astype(np.float32) * 2.0 ** exponents[..., None]).reshape(w.shape).astype(np.float32)
 
 
 def int8(stem: str, w: np.ndarray, tail: str = "weight_scale") -> tuple[Tensors, np.ndarray]:
@@ -201,6 +233,15 @@ KINDS: dict[str, tuple[dict[str, Any], Writer]] = {
               lambda stem, w: packed(stem, w, bits=8)),
     "mxfp4": (_groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
                       symmetric=True, scale_dtype="torch.uint8"), mxfp4),
+    "nvfp4": (_groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16,
+                      symmetric=True, scale_dtype="torch.float8_e4m3fn"), nvfp4),
+    "mxfp8": (_groups("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, symmetric=True,
+                      scale_dtype="torch.uint8"), mxfp8),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}}},
+        lambda stem, w: nvfp4(stem, w, optimizer=True)),
+    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+                     lambda stem, w: float8(stem, w, None, "weight_scale")),
     "w8a8": (_groups("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), int8),
     "fp8-channel": (_groups("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True),
                     lambda stem, w: float8(stem, w, (1, w.shape[1]), "weight_scale", jnp.bfloat16)),
