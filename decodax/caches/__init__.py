@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from typing import Any
 
+from decodax.cache.prefix import Prefix
 from decodax.caches import bounded, context, evict, prefill, quantize, sparse
 from decodax.caches.bounded.less import LessKernels
 from decodax.caches.constant import Constant
@@ -23,7 +24,7 @@ from decodax.caches.prefix.cacheblend import blended, matched
 from decodax.caches.prefix.cachegen import load_prefix, save_prefix
 from decodax.caches.prefix.kvshare import KVShareConfig
 from decodax.caches.prefix.pie import edited
-from decodax.caches.prefix.prefix import Prefix, read_prefix
+from decodax.caches.prefix.prefix import read_prefix
 from decodax.caches.quantize.aqua_kv import Predictors
 from decodax.caches.quantize.cq import Codebooks
 from decodax.caches.quantize.cskv import KVFeatures

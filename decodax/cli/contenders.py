@@ -18,7 +18,7 @@ def parted(drafts: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: several are models.
     """
-    from decodax.io.drafters import is_drafter
+    from decodax.io.kinds import is_drafter
 
     models = [path for path in drafts if not is_drafter(path)]
     if len(models) > 1:

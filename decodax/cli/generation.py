@@ -151,7 +151,7 @@ def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
     the argument of `--draft`. None if the method takes none, or if `given` is the default and the method uses its
     shipped drafter."""
     import decodax as dx
-    from decodax.io.drafters import is_drafter
+    from decodax.io.kinds import is_drafter
 
     if (given == DRAFT and not entry.takes_draft) or not entry.may_draft:
         return None

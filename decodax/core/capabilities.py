@@ -66,7 +66,7 @@ class LoadsPrefix(Cache):
             kv: keys and values of each layer side by side, `f[B, G, T, d + e]`; the keys are rotated.
             length: `i32[B]`, number of valid tokens of each row.
             reuse: attention and change, `f32[B, T]`, of tokens whose keys and values come from another text, for caches
-                that recompute some of them (`decodax.caches.prefix.prefix.PrefixReuse`).
+                that recompute some of them (`decodax.cache.prefix.PrefixReuse`).
         """
 
 

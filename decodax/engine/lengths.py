@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from decodax.caches.prefix.prefix import Prefix
+from decodax.cache.prefix import Prefix
 from decodax.common.arguments import outside, whole, whole_rows
 from decodax.engine.config import Config
 from decodax.io.load import LM
@@ -102,8 +102,9 @@ def prefixes_of(lm: LM, context: Any, count: int) -> list[Prefix] | None:
         return None
     if not all(isinstance(row, Prefix) for row in rows) or len(rows) not in (1, count):
         raise ValueError(f"context: got {len(rows)} for {count} prompts, takes one prefix, or one for each; or texts")
+    from decodax.caches.prefix.prefix import check_prefix  # a call without a prefix need not import the caches
     for row in rows:
-        row.check(lm.model)
+        check_prefix(row, lm.model)
     return list(rows) * (count // len(rows))
 
 

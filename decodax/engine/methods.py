@@ -8,10 +8,6 @@ import inspect
 import os
 from typing import Any
 
-from decodax.algorithms.diffusion.adapter import FillsCanvas
-from decodax.algorithms.diffusion.samplers.assd import assd
-from decodax.algorithms.diffusion.samplers.diffusion_gemma import diffusion_gemma
-from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.algorithms.plain import Autoregressive
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
@@ -19,7 +15,7 @@ from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
-from decodax.io.drafters import is_drafter, load_drafter
+from decodax.io.kinds import is_drafter
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
 
@@ -159,11 +155,16 @@ def _default(lm: LM) -> Algorithm:
     """Returns the method of a model if none is given."""
     if (d := lm.diffusion) is None:
         return Autoregressive()
+    # the other methods are imported when a model needs one, so that plain decoding does not wait for them
+    from decodax.algorithms.diffusion.samplers.assd import assd
+    from decodax.algorithms.diffusion.samplers.diffusion_gemma import diffusion_gemma
+    from decodax.algorithms.diffusion.samplers.llada import llada
     return assd(lm) if d.attention == "any-subset" else diffusion_gemma(lm) if d.mask is None else llada(lm)
 
 
 def _continues(method: Algorithm) -> bool:
     """Returns True for a method on a canvas that continues texts with an ordinary causal model."""
+    from decodax.algorithms.diffusion.adapter import FillsCanvas
     return isinstance(method, FillsCanvas) and method.adapter.autoregressive
 
 
@@ -186,7 +187,11 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     draft = given.draft if draft is None else draft
     if isinstance(draft, (str, os.PathLike)):
         trained = given.entry.takes_drafter or is_drafter(draft)
-        draft = load_drafter(draft, lm) if trained else model(draft)
+        if trained:
+            from decodax.io.drafters import load_drafter
+            draft = load_drafter(draft, lm)
+        else:
+            draft = model(draft)
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
     if draft is None and given.entry.takes_draft:

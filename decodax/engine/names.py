@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decodax.algorithms.beams import arguments as beams
 from decodax.common.arguments import unknown_argument
 from decodax.constraints import languages as constraints
+from decodax.engine.searches import ARGUMENTS as SEARCHES
 from decodax.sampling.build import DEFAULTS
 from decodax.sampling.config import UNEXPRESSED
 from decodax.sampling.neutral import asks_nothing
@@ -20,7 +20,7 @@ OWN = (*SLOTS, "max_new_tokens", "max_length", "min_new_tokens", "seed", "num_sa
        "batch_size", "inputs", "context", "adapter", "progress", "every", "ends")
 """Arguments of front ends that are not sampling options."""
 
-NAMED = ("dola_layers", *beams.ARGUMENTS, *constraints.ARGUMENTS)
+NAMED = ("dola_layers", *SEARCHES, *constraints.ARGUMENTS)
 """Names in generation configs, lines of jobs, items of `serve` and flags, for options that belong to a slot in Python.
 """
 
@@ -49,7 +49,7 @@ SLOT_OF = {
     "tool_tags": f"{_CONSTRAINT}tools(..., tags=) takes it",
     "required_phrases": f"{_CONSTRAINT}phrases(required) takes them",
     "banned_phrases": f"{_CONSTRAINT}phrases(banned=...) takes them",
-    "constraint_after": "a constraint has .after(text)", **dict.fromkeys(beams.ARGUMENTS, _BEAMS),
+    "constraint_after": "a constraint has .after(text)", **dict.fromkeys(SEARCHES, _BEAMS),
     "penalty_alpha": "algorithm=decodax.algorithms.contrastive_search(...) is contrastive search",
     "dola_layers": "decodax.algorithms.contrastive.dola(lm, layers) is the model that decodes so"}
 """For each name in `NAMED`, the slot that replaces it in Python."""

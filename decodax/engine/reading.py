@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from decodax.algorithms.plain import Autoregressive
 from decodax.cache.dense import Dense
+from decodax.cache.prefix import Prefix
 from decodax.cache.shared_prefix import SharedPrefixCache, sharing
-from decodax.caches.prefix.prefix import Prefix
 from decodax.common.struct import short
 from decodax.core import drivers
 from decodax.core.algorithm import Algorithm, prefill_observer

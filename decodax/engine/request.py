@@ -16,10 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from decodax.algorithms.beams import BeamSearch
-from decodax.algorithms.beams import arguments as beams
-from decodax.algorithms.contrastive.dola import asked as read_out
-from decodax.caches.prefix.prefix import Prefix
+from decodax.cache.prefix import Prefix
 from decodax.common.arguments import flag, is_whole, outside, positive, shown, whole, whole_rows, wrong
 from decodax.common.struct import short
 from decodax.constraints import languages as constraints
@@ -27,6 +24,7 @@ from decodax.core.algorithm import Algorithm, answering, name_of, prefill_observ
 from decodax.core.memory import afford, power
 from decodax.core.stops import stop_strings
 from decodax.core.types import fit_cache, read_beyond
+from decodax.engine import searches
 from decodax.engine.config import Config
 from decodax.engine.lengths import (
     after_contexts,
@@ -141,8 +139,8 @@ class Request:
         said, named = Config(lm), named or {}
         seconds = said.or_given("max_time", max_time, positive)
         sampling, num_samples = _returns(where, dict(sampling), num_samples)
-        lm = read_out(lm, named.get("dola_layers"), said.or_given)
-        search = None if algorithm is not None else beams.read(lm, {**named, **sampling}, said.or_given)
+        lm = searches.read_dola(lm, named.get("dola_layers"), said.or_given)
+        search = None if algorithm is not None else searches.read(lm, {**named, **sampling}, said.or_given)
         algorithm = _searching(search, algorithm, named, sampling)
         evenness = sampling.pop("arithmetic_sampling", None)
         even = evenness is not None and flag("arithmetic_sampling", evenness)
@@ -208,7 +206,7 @@ class Request:
         guidance, negative = guidance_of(lm, method, budget, guidance_scale, negative_prompts, said)
         skip = flag("skip_special_tokens", skip_special_tokens)
         policy = policy_of(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
-                         isinstance(search, BeamSearch))
+                         searches.is_beam_search(search))
         late: TimeoutError | None = None
         if (asked := constraints.read(held, count)) is not None:
             try:
@@ -330,17 +328,17 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
 
 def _searching(search: Algorithm | None, algorithm: Any, named: Mapping[str, Any], sampling: dict[str, Any]) -> Any:
     """Returns the algorithm, and removes from `sampling` the options that beam search uses."""
-    for name in beams.ARGUMENTS:
+    for name in searches.ARGUMENTS:
         if algorithm is not None and not is_neutral(name, named.get(name)):
             raise ValueError(f"{name}: got {shown(named[name])} beside an algorithm; takes one of them")
     sampling["dola_layers"] = None      # it has been read
     if search is None and algorithm is None:
         return None
     # what the model's generation config says of beams has been read, or another method takes its place
-    sampling.update({name: nothing(name) for name in beams.ARGUMENTS if name in UNEXPRESSED})
+    sampling.update({name: nothing(name) for name in searches.ARGUMENTS if name in UNEXPRESSED})
     if search is None:
         return algorithm
-    if not isinstance(search, BeamSearch):
+    if not searches.is_beam_search(search):
         sampling["top_k"] = None            # it says how many candidates there are
     return search
 

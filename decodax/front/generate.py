@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from decodax.caches.prefix.prefix import Prefix
+from decodax.cache.prefix import Prefix
 from decodax.common.arguments import flag, shown, whole
 from decodax.common.progress import bar
 from decodax.common.registry import SEARCHES, SELECTS, Configured

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from jax import Array
 
-from decodax.caches.prefix.prefix import Prefix
+from decodax.cache.prefix import Prefix
 from decodax.common.registry import Configured
 from decodax.common.struct import REPR, Struct
 from decodax.constraints import Constraint

@@ -12,18 +12,11 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
+from decodax.io.messages import ChatTemplateError, Message
 from decodax.io.sandbox import BoundedEnvironment, render
-
-Message = Mapping[str, Any]
-"""A message, with at least {"role": ..., "content": ...}."""
-
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold the assistant's reasoning; servers and templates use different names."""
-
-
-class ChatTemplateError(ValueError):
-    """The template is invalid, refuses the messages, or exceeds a limit on time or size (`decodax.io.sandbox`)."""
 
 
 def render_chat(template: str, messages: Sequence[Message], *, add_generation_prompt: bool = True,

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-import decodax.models
 from decodax.common.arguments import outside, shown
 from decodax.common.ids import named
 from decodax.core.loaded import Loaded
@@ -29,9 +28,8 @@ from decodax.io.checkpoint import (
     recurrent_type,
 )
 from decodax.io.defaults import read_defaults
-from decodax.io.drafters import is_drafter
 from decodax.io.files import CheckpointError, adapter, missing, read_json
-from decodax.io.gguf import Gguf, is_gguf
+from decodax.io.kinds import ZOO, is_drafter, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.quantised import quantization
 from decodax.io.text import Tokenizer
@@ -40,9 +38,6 @@ from decodax.models.diffusion import Diffusion
 from decodax.models.encoder_decoder.reading import ENCODER_DECODERS
 from decodax.models.families import family_of
 from decodax.models.formats import Format
-
-ZOO = Path(decodax.models.__file__).parent / "zoo"
-"""Directory of the shipped models."""
 
 SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
         "tekken.json", "*.tiktoken")
@@ -317,6 +312,7 @@ def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None
                tokenizer: str | Path | Tokenizer | None, weights: str | Format | None,
                adapter: str | Path | None) -> LM:
     """Loads a GGUF file; see `load`."""
+    from decodax.io.gguf import Gguf
     opened = Gguf.open(path)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = opened.tokenizer() if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from decodax.common.arguments import host, is_whole, shown, wrong
 from decodax.io.appended import appended
-from decodax.io.chat import ChatTemplateError
+from decodax.io.messages import ChatTemplateError
 
 if TYPE_CHECKING:
     from decodax.io.load import LM

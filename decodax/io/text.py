@@ -20,8 +20,8 @@ from decodax.common.ids import named
 from decodax.core.stops import first_match, held, sought, stop_strings
 from decodax.io.added_tokens import add_tokens, special_tokens
 from decodax.io.appended import appended
-from decodax.io.chat import ChatTemplateError, Message, render_chat
 from decodax.io.files import read_object
+from decodax.io.messages import ChatTemplateError, Message
 from decodax.io.pieces import TokenBytes, byte_of_char, pieces
 
 
@@ -196,6 +196,7 @@ class Tokenizer:
             if template not in self.chat_templates:
                 named = ", ".join(self.chat_templates) or "none"
                 raise ValueError(f"template: got None, but the model has no default chat template (it has {named})")
+        from decodax.io.chat import render_chat  # imports Jinja, for which a text need not wait
         source = self.chat_templates.get(template, template)
         try:
             return render_chat(source, messages, **{**self.special_tokens, **variables})

@@ -9,7 +9,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decodax.io import chat, sandbox
-from decodax.io.chat import ChatTemplateError, render_chat
+from decodax.io.chat import render_chat
+from decodax.io.messages import ChatTemplateError
 
 CHAT = [{"role": "system", "content": " S<y>s "}, {"role": "user", "content": "hé"},
         {"role": "assistant", "content": "ok", "tool_calls": [{"a": 1}]}]

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 import transformers
 
-from decodax.io.chat import ChatTemplateError, render_chat
+from decodax.io.chat import render_chat
+from decodax.io.messages import ChatTemplateError
 from decodax.io.text import Tokenizer
 from tests.small_tokenizers import CORPUS, KINDS, TEXTS, byte_level, save, sentencepiece, word_piece
 

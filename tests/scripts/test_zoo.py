@@ -14,7 +14,8 @@ import decodax.models
 from decodax.algorithms.speculative.heads import drafting_source
 from decodax.bench.problems.puzzles import TASKS
 from decodax.io.checkpoint import load_diffusion, load_model
-from decodax.io.drafters import is_drafter, shipped_drafter
+from decodax.io.drafters import shipped_drafter
+from decodax.io.kinds import is_drafter
 from decodax.train import corpus as data
 from decodax.train import language_model as lm
 from decodax.train import masked_diffusion as dt

@@ -4,14 +4,13 @@ Improves Factuality in Large Language Models", Chuang et al., 2024)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.common.arguments import is_whole, plain, wrong
 from decodax.common.registry import FUNCTIONS
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
@@ -125,16 +124,3 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
     if distance not in ("reference", "jensen-shannon"):
         raise ValueError(f"distance: got {distance!r}, takes 'reference' or 'jensen-shannon'")
     return dataclasses.replace(given, model=DoLa(model, found, relative_top, distance))
-
-
-def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
-    """Returns the model for the argument `dola_layers` or the key of a generation config. `said` calls the reader and
-    names the source in errors."""
-    def read(name: str, layers: Any) -> Any:
-        takes = "'low', 'high', or numbers of layers"
-        rows = plain(name, layers, takes)
-        if not isinstance(rows, str) and not (isinstance(rows, list) and all(map(is_whole, rows))):
-            raise wrong(name, layers, takes)
-        return dola(lm, cast(Any, rows))
-
-    return said("dola_layers", given, read, lm)

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.cache.prefix import Prefix, PrefixReuse
 from decodax.caches.prefill.listening import Listening
-from decodax.caches.prefix.prefix import STEP, Prefix, PrefixReuse, model_dtype, on_model_mesh, shifted
+from decodax.caches.prefix.prefix import STEP, model_dtype, on_model_mesh, shifted
 from decodax.caches.shapes import layers_of
 from decodax.core.loaded import network_of
 from decodax.core.mesh import auto_region

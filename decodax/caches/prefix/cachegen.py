@@ -20,8 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.cache.prefix import Prefix
 from decodax.caches.prefix.entropy import decoded, encoded, frequencies, from_16_bits, in_16_bits
-from decodax.caches.prefix.prefix import Prefix
 
 VERSION = 1
 

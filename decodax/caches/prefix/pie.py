@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from decodax.caches.prefix.prefix import Prefix, extended, on_model_mesh, shifted
+from decodax.cache.prefix import Prefix
+from decodax.caches.prefix.prefix import check_prefix, extended, on_model_mesh, shifted
 from decodax.caches.shapes import layers_of
 from decodax.core.loaded import network_of
 
@@ -39,7 +40,7 @@ def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], p
     if not tokens:
         raise ValueError("new: got an edit that leaves no tokens")
     model, weights = network_of(lm, params)
-    prefix.check(model)
+    check_prefix(prefix, model)
     shapes = layers_of(model)
     kv = [x[:, :start] for x in prefix.kv]
     if len(new):

@@ -7,7 +7,6 @@ key is moved from position `a` to position `b` by rotating it by `b - a` positio
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,9 +18,9 @@ from jax import Array
 
 from decodax.cache import dense
 from decodax.cache.key_values import KVLayer
+from decodax.cache.prefix import Prefix
 from decodax.caches.rotation import moved
 from decodax.caches.shapes import layers_of
-from decodax.common.struct import short
 from decodax.core.capabilities import load_prefix
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import auto_region, on_mesh
@@ -36,61 +35,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PrefixReuse:
-    """Statistics of reused keys and values, which were computed in another text, for KVShare. They are taken in the
-    layer where reused and new values were compared.
-
-    Attributes:
-        attention: `f32[T]`, attention that each token receives from all queries of the text, averaged over heads.
-        change: `f32[T]`, sum of the absolute differences between the new value of each token and the reused one. 0: the
-            token was not reused, or has been recomputed.
-    """
-
-    __repr__ = short
-
-    attention: np.ndarray
-    change: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Prefix:
-    """A text of `T` tokens with its keys and values.
-
-    Attributes:
-        tokens: token ids.
-        kv: `f[G, T, d + e]` for each layer, keys and then values; keys are rotated.
-        begin: the position to which the first key is rotated; 0, except for a part of a longer text.
-        reuse: statistics for KVShare, if `blended` joined the text with `score="kvshare"`. None for parts, edited texts
-            and loaded files.
-    """
-
-    __repr__ = short
-
-    tokens: tuple[int, ...]
-    kv: tuple[np.ndarray, ...]
-    begin: int = 0
-    reuse: PrefixReuse | None = None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def check(self, model: Model) -> None:
-        """Raises ValueError if the prefix does not fit the model's layers, or is a part of a longer text."""
-        wanted = [(shape.heads, len(self), shape.both) for shape in layers_of(model)]
-        if [x.shape for x in self.kv] != wanted:
-            raise ValueError(f"context: got a prefix of {len(self.kv)} layers {self.kv[0].shape if self.kv else ()}, "
-                             f"the model has {len(wanted)} of {wanted[0]}")
-        if self.begin:
-            raise ValueError("context: got a part of a prefix that began elsewhere; decodax.caches.blended moves it")
-
-    def __getitem__(self, part: slice) -> Prefix:
-        """Returns a part of the text, for `blended`. Its keys are not moved."""
-        if not isinstance(part, slice) or part.step not in (None, 1):
-            raise TypeError("prefix: takes a slice without steps")
-        start, stop, _ = part.indices(len(self))
-        stop = max(start, stop)
-        return Prefix(self.tokens[start:stop], tuple(x[:, start:stop] for x in self.kv), self.begin + start)
+def check_prefix(prefix: Prefix, model: Model) -> None:
+    """Raises ValueError if the prefix does not fit the model's layers, or is a part of a longer text."""
+    wanted = [(shape.heads, len(prefix), shape.both) for shape in layers_of(model)]
+    if [x.shape for x in prefix.kv] != wanted:
+        raise ValueError(f"context: got a prefix of {len(prefix.kv)} layers {prefix.kv[0].shape if prefix.kv else ()}, "
+                         f"the model has {len(wanted)} of {wanted[0]}")
+    if prefix.begin:
+        raise ValueError("context: got a part of a prefix that began elsewhere; decodax.caches.blended moves it")
 
 
 def on_model_mesh(fn: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

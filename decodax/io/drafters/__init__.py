@@ -2,11 +2,10 @@
 
 from decodax.io.drafters.files import (
     TrainedDrafter,
-    is_drafter,
     load_drafter,
     own_drafter,
     save_drafter,
     shipped_drafter,
 )
 
-__all__ = ["TrainedDrafter", "is_drafter", "load_drafter", "own_drafter", "save_drafter", "shipped_drafter"]
+__all__ = ["TrainedDrafter", "load_drafter", "own_drafter", "save_drafter", "shipped_drafter"]

@@ -19,14 +19,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-import decodax.models
 from decodax.core.types import LayeredModel
 from decodax.io.drafters.eagle import FeedsBack, LayerIds
 from decodax.io.drafters.further import further_in
 from decodax.io.drafters.gguf import further_blocks, read_further_blocks
 from decodax.io.drafters.published import Conventions, read_published
 from decodax.io.files import CheckpointError, Files, read_json, write_files
-from decodax.io.gguf import is_gguf
+from decodax.io.kinds import DRAFTER, ZOO, is_gguf, shipped_path
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.assistant import AssistantHead
@@ -58,12 +57,6 @@ from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Propor
 from decodax.models.routing import Experts
 from decodax.models.transformer import Transformer
 from decodax.models.weight_source import nested
-
-ZOO = Path(decodax.models.__file__).parent / "zoo"
-"""Directory of the shipped models and drafters."""
-
-ENTRY = "decodax_drafter"
-"""The entry of `config.json` that marks the library's own layout; its value is the system's name."""
 
 QUANTISED = re.compile(r"[.-](I?Q\d\w*|F16|BF16|F32)$", re.IGNORECASE)
 """The end of the name of a GGUF file that says how its weights are stored."""
@@ -135,17 +128,6 @@ def own_drafter(target: Any) -> Path | None:
     return target.file if target.file is not None and further_blocks(target.file) else None
 
 
-def is_drafter(path: str | os.PathLike[str]) -> bool:
-    """Returns True if a directory holds a trained drafter in the library's layout."""
-    path = _found(path)
-    return (path / "config.json").is_file() and ENTRY in read_json(path / "config.json")
-
-
-def _found(path: str | os.PathLike[str]) -> Path:
-    inside = ZOO / path
-    return inside if inside.is_dir() and not Path(path).exists() else Path(path)
-
-
 def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  dtype: jax.typing.DTypeLike | None = None, layer_ids: LayerIds | None = None,
                  feeds_back: FeedsBack | None = None, layers: Sequence[int] | None = None, mask: int | None = None,
@@ -178,16 +160,16 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
         ValueError: the directory holds no drafter, a tensor is missing or has another shape, the file leaves open what
             it means and the argument that says it is not given, or the drafter does not fit the target.
     """
-    path = _found(directory)
+    path = shipped_path(directory)
     kind = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
     if not (in_file := is_gguf(path)) and not (path / "config.json").is_file():
         raise CheckpointError(f"directory: {path} has no config.json, takes the directory of a trained drafter")
     config = {} if in_file else read_json(path / "config.json")
     if in_file:
         made = TrainedDrafter("mtp", *read_further_blocks(path, kind.name), name=str(directory))
-    elif ENTRY in config:
+    elif DRAFTER in config:
         head = decoded(config["head"])
-        made = TrainedDrafter(config[ENTRY], head, *_read(path, head, kind), str(directory))
+        made = TrainedDrafter(config[DRAFTER], head, *_read(path, head, kind), str(directory))
     else:
         depth = target.model.depth if target is not None and isinstance(target.model, LayeredModel) else None
         shape = None if depth is None else target.model.config
@@ -233,7 +215,8 @@ def save_drafter(directory: str | os.PathLike[str], drafter: TrainedDrafter,
     tensors = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in flatten(drafter.params).items()}
     if drafter.ids is not None:
         tensors["ids"] = np.asarray(drafter.ids, np.int32)
-    write_files(Path(directory), tensors, {**(facts or {}), ENTRY: drafter.system, "head": encoded(drafter.head)}, "np")
+    write_files(Path(directory), tensors,
+                {**(facts or {}), DRAFTER: drafter.system, "head": encoded(drafter.head)}, "np")
 
 
 def encoded(value: Any) -> Any:

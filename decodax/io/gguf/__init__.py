@@ -28,16 +28,7 @@ from decodax.models.recurrent.mamba import Mamba
 from decodax.models.recurrent.mamba2 import Mamba2
 from decodax.models.transformer import Transformer, Weights
 
-__all__ = ["Gguf", "is_gguf"]
-
-
-def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """True if a path is that of a GGUF file, by its name or its first bytes."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return False
-    with open(file, "rb") as data:
-        return file.suffix == ".gguf" or data.read(4) == b"GGUF"
+__all__ = ["Gguf"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Creates beam search and contrastive search from the generation arguments of transformers."""
+"""Creates methods from the generation arguments of transformers: beam search, contrastive search and DoLa.
+
+They are imported when an argument asks for one, so that plain decoding does not wait for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from decodax.algorithms.beams.algorithm import BeamSearch
-from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch, hidden_width
-from decodax.common.arguments import flag, number, positive, shown, whole, wrong
+from decodax.common.arguments import flag, is_whole, number, plain, positive, shown, whole, wrong
 from decodax.common.table import named
 from decodax.core.algorithm import Algorithm
 from decodax.core.loaded import Loaded
@@ -50,11 +51,12 @@ def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algo
         return None
     if width % options["groups"]:
         raise ValueError(f"num_beam_groups: got {options['groups']} for num_beams={width}, takes a divisor of it")
+    from decodax.algorithms.beams.algorithm import BeamSearch
     return BeamSearch(width, **options)
 
 
 def _contrastive(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any], alpha: float, width: int
-                 ) -> ContrastiveSearch:
+                 ) -> Algorithm:
     if width != 1:
         raise ValueError(f"penalty_alpha: got {shown(alpha)} with num_beams={width}; takes one beam")
     if not 0 <= alpha <= 1:
@@ -63,7 +65,35 @@ def _contrastive(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any],
             ("temperature", given.get("temperature")), ("do_sample", given.get("do_sample")))):
         raise ValueError(f"penalty_alpha: got {shown(alpha)} with a temperature; contrastive search is greedy")
     k = said("top_k", given.get("top_k"), lambda name, x: whole(name, x, 1), CANDIDATES)
+    from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch, hidden_width
     return ContrastiveSearch(hidden_width(lm), alpha, min(k, lm.vocab_size))
+
+
+def is_beam_search(search: Algorithm | None) -> bool:
+    """True if a result of `read` is beam search."""
+    if search is None:
+        return False
+    from decodax.algorithms.beams.algorithm import BeamSearch
+    return isinstance(search, BeamSearch)
+
+
+def read_dola(lm: Any, given: Any, said: Callable[..., Any]) -> Any:
+    """Returns the model for the argument `dola_layers` or the key of a generation config.
+
+    Args:
+        lm: the result of `decodax.load`; returned as it is without `dola_layers`.
+        given: the argument.
+        said: as for `read`.
+    """
+    def wrapped(name: str, layers: Any) -> Any:
+        takes = "'low', 'high', or numbers of layers"
+        rows = plain(name, layers, takes)
+        if not isinstance(rows, str) and not (isinstance(rows, list) and all(map(is_whole, rows))):
+            raise wrong(name, layers, takes)
+        from decodax.algorithms.contrastive.dola import dola
+        return dola(lm, cast(Any, rows))
+
+    return said("dola_layers", given, wrapped, lm)
 
 
 def _early(name: str, x: Any) -> Any:
