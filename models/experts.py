@@ -10,6 +10,7 @@ CPU and GPU it multiplies every row with all experts.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.common.axes import DATA, EXPERT, MODEL, constrain, shardwise
-from decodax.models.packed import Kernel, multiply
+from decodax.common.axes import DATA, EXPERT, MODEL, constrain, free_axes, shardwise
+from decodax.models.packed import Kernel, Packed, by_expert, multiply
 
 BLOCK = 8
 """Rows of a block: 4 are faster for single tokens, 16 for prompts. The number does not depend on the number of tokens,
@@ -35,9 +36,9 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
     Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`, or without a gate `activation(x @ up[e]) @
-    down[e]`. On a mesh each device has a part of the inner
-    channels of all experts, or of some experts if the mesh has an axis "expert", and computes that part for its own
-    tokens. The parts are summed once for all tokens. The layout of packed kernels is left to the compiler.
+    down[e]`. On a mesh each device has a part of the inner channels of all experts, or of some experts if the mesh has
+    an axis "expert", and computes that part for its own tokens. The parts are summed once for all tokens. If the inner
+    channels are divided, packed kernels whose inputs cannot be (`Packed.divides`) are left to the compiler.
 
     Args:
         x: `f[n, D]`.
@@ -56,9 +57,11 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
     inner, glu = () if biases is None else biases[:2], glu or (lambda gate, up: activation(gate) * up)
     if gate is None:
         glu = lambda gate, up: activation(up)
-    arrays = [kernel for kernel in (gate, up, down) if isinstance(kernel, Array)]
-    if len(arrays) == 3 - (gate is None):
-        out = _over_mesh(x, which, weights, arrays, inner, glu, on_input)
+    kernels = [kernel for kernel in (gate, up, down) if kernel is not None]
+    parts = free_axes().get(MODEL, 1)
+    apart = [k for k in kernels if isinstance(k, Array) or (isinstance(k, Packed) and (parts == 1 or k.divides(parts)))]
+    if len(apart) == len(kernels):
+        out = _over_mesh(x, which, weights, apart, inner, glu, on_input)
     else:
         out = _mixed(x, which, weights, gate, up, down, inner, glu, on_input)
     if biases is None:
@@ -69,25 +72,36 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
                                       for j in range(which.shape[1])), out)
 
 
-def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array], inner: tuple[Array, ...], glu: Glu,
+def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array | Packed], inner: tuple[Array, ...], glu: Glu,
                on_input: bool) -> Array:
     """Computes `mix` without the last biases, each device its part. `kernels` are gate, if there is one, up and down.
     """
-    E, rows, count = kernels[0].shape[0], PartitionSpec(DATA), len(kernels)
-    wide, narrow = PartitionSpec(EXPERT, None, MODEL), PartitionSpec(EXPERT, MODEL)
+    E, rows = kernels[0].shape[0], PartitionSpec(DATA)
+    arrays, structure = jax.tree.flatten(kernels)
+    layouts = [_layout(kernel, *((None, MODEL) if i == len(kernels) - 1 else (MODEL, None)))
+               for i, kernel in enumerate(kernels)]
 
     def part(*own: Array) -> Array:
         x, which, weights, *rest = own
-        *gate, up, down = rest[:count]
+        *gate, up, down = jax.tree.unflatten(structure, rest[:len(arrays)])
         held = up.shape[0]
         if held < E:
             which = which - held * lax.axis_index(EXPERT)
-        return _mixed(x, which, weights, gate[0] if gate else None, up, down, tuple(rest[count:]), glu, on_input,
+        return _mixed(x, which, weights, gate[0] if gate else None, up, down, tuple(rest[len(arrays):]), glu, on_input,
                       held < E)[None, None]
 
-    into = (rows, rows, rows, *(wide,) * (count - 1), narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner))
-    out = shardwise(part, into, PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, *kernels, *inner, rows=(DATA,))
+    into = (rows, rows, rows, *itertools.chain(*layouts), *(PartitionSpec(EXPERT, MODEL) for _ in inner))
+    out = shardwise(part, into, PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, *arrays, *inner, rows=(DATA,))
     return constrain(out.sum((0, 1)), rows)
+
+
+def _layout(kernel: Array | Packed, outputs: str | None, inputs: str | None) -> list[PartitionSpec]:
+    """Returns the layout of each array of the kernels of all experts, over the axis "expert" and those of outputs and
+    inputs."""
+    if not isinstance(kernel, Packed):
+        return [PartitionSpec(EXPERT, inputs, outputs)]
+    return jax.tree.leaves(by_expert(kernel.specs(outputs, inputs, {MODEL: free_axes().get(MODEL, 1)}), EXPERT),
+                           is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _mixed(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel, down: Kernel,

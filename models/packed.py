@@ -128,6 +128,11 @@ class Packed(Struct, abc.ABC):
         """Returns a `stored` kernel in the form that is multiplied on this platform. It is called under jit."""
         return self
 
+    def divides(self, parts: int) -> bool:
+        """True if each array can be divided into `parts` along the inputs, so that each part is a kernel of consecutive
+        inputs. Then the products of several devices can be added."""
+        return False
+
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         """Returns a `PartitionSpec` for each array, of which the last two axes are outputs and inputs. `outputs` and
         `inputs` are the mesh axes over which these are sharded (None: not), `sizes` the sizes of the mesh axes. An
@@ -157,6 +162,13 @@ class AroundKernel(Packed):
 
     def here(self) -> Self:
         return self.replace(kernel=self.kernel.here())
+
+
+def by_expert(specs: Any, axis: str | None) -> Any:
+    """Returns the layouts `specs` of the arrays of a kernel of all experts (`Packed.specs`) with the experts divided
+    over a mesh axis; None: they are not."""
+    return jax.tree.map(lambda spec: PartitionSpec(axis, *spec[1:]), specs,
+                        is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def for_platform(stored: Packed) -> Packed:

@@ -24,7 +24,7 @@ from decodax.io.arrays import ArrayReader
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS, Format
 from decodax.models.names import stored_dtype
-from decodax.models.packed import Packed, for_platform
+from decodax.models.packed import Packed, by_expert, for_platform
 from decodax.models.weight_source import plain
 
 ENTRY = "packed_weights"
@@ -203,12 +203,31 @@ def axes(place: NamedSharding, table: bool) -> tuple[Any, Any]:
     return outputs, inputs
 
 
+def layout(packed: Packed, table: bool, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
+    """Returns the `PartitionSpec` of each array of a packed kernel that replaces an array with the layout `spec`.
+
+    Experts are divided over their axis, unless their inner channels are divided, too, and the format cannot divide
+    inputs (`Packed.divides`): such kernels are multiplied as the compiler decides (`decodax.models.experts`).
+
+    Args:
+        packed: the kernel.
+        table: True for an embedding table.
+        spec: the layout of the array.
+        sizes: the sizes of the mesh axes.
+    """
+    *above, inputs, outputs = spec[::-1] if table else spec
+    made = packed.specs(outputs, inputs, sizes)
+    inner = next((axis for axis in (inputs, outputs) if axis is not None), None)
+    apart = above and above[0] is not None and (inner is None or packed.divides(sizes[inner]))
+    return by_expert(made, above[0]) if apart else made
+
+
 def shardings(packed: Packed, table: bool, place: Sharding) -> Any:
     """Returns the sharding of each array of a packed kernel, as a pytree, for a kernel that replaces an array with
     sharding `place`."""
     if not isinstance(place, NamedSharding):
         return jax.tree.map(lambda _: place, packed)
-    specs = packed.specs(*axes(place, table), dict(place.mesh.shape))
+    specs = layout(packed, table, place.spec, dict(place.mesh.shape))
     return jax.tree.map(lambda spec: NamedSharding(place.mesh, spec), specs,
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 

@@ -37,6 +37,9 @@ class ZeroPoints(AroundKernel):
     def values(self, dtype: Any) -> Array:
         return self._shifted.values(dtype)
 
+    def divides(self, parts: int) -> bool:
+        return self.kernel.divides(parts)
+
     def product(self, x: Array, dtype: Any) -> Array:
         return self._shifted.product(x, dtype)
 

@@ -57,6 +57,10 @@ class Scaled(Packed):
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
         return self.replace(axes=(outputs, inputs))
 
+    def divides(self, parts: int) -> bool:
+        groups = 1 if self.scales is None else self.scales.shape[-1]
+        return self.codes.dtype != jnp.uint8 and self.shape[-1] % parts == 0 and (groups == 1 or groups % parts == 0)
+
     def stored(self) -> Self:
         made = self.replace(axes=None)
         if self.codes.dtype != jnp.int4:

@@ -40,25 +40,33 @@ def test_the_same_tokens(home, kind, weights):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 3)])
+@pytest.mark.parametrize(("weights", "shape"), [
+    *((weights, shape) for weights in (None, "int8") for shape in ((2, 2, 2), (1, 1, 3))),
+    *((weights, (2, 1, 3)) for weights in ("nvfp4", "int4:group=16", "q8_0"))])
 def test_whole_experts_have_an_axis(home, kind, weights, shape):
     mesh = mesh_of(kind, **dict(zip(("data", "model", "expert"), shape, strict=True)))
     alone, parted = dx.load(home, weights=weights), dx.load(home, weights=weights, mesh=mesh)
     for name in ("gate", "up", "down"):
         kernel = jax.tree.leaves(parted.params["layers"]["1"]["mlp"][name])[0]
-        parts = shape[1] * (1 if weights else shape[2])     # packed ones are repeated
-        assert kernel.addressable_shards[0].data.size * parts == kernel.size
+        assert kernel.addressable_shards[0].data.size * shape[1] * shape[2] == kernel.size
     same_tokens(alone, parted, PROMPTS, 12)
 
 
+@pytest.mark.wide
+def test_four_bits_that_share_bytes_over_experts_and_channels(home):
+    """Such kernels of a CPU cannot be divided along their inputs: the compiler lays them out."""
+    mesh = mesh_of(data=1, model=2, expert=2)
+    same_tokens(dx.load(home, weights="int4:group=8"), dx.load(home, weights="int4:group=8", mesh=mesh), PROMPTS, 6)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize(("shape", "names"), [((1, 4), ("data", "model")), ((1, 2, 2), ("data", "model", "expert"))])
-def test_the_parts_are_added_up_once(home, shape, names):
+def test_the_parts_are_added_up_once(home, shape, names, weights):
     """One collective of all tokens a layer, not one a block of an expert."""
     from decodax.bench.report import collectives, parse
 
     mesh = mesh_of(**dict(zip(names, shape, strict=True)))
-    lm = dx.load(home, mesh=mesh)
+    lm = dx.load(home, mesh=mesh, weights=weights)
     with jax.set_mesh(mesh):
         model = lm.model
         tokens = jax.ShapeDtypeStruct((4, 8), "int32", sharding=jax.NamedSharding(mesh, jax.P()))

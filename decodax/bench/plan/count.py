@@ -28,6 +28,7 @@ from decodax.core.start import init_state
 from decodax.core.types import Params, fit_cache
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
+from decodax.io.packed import layout
 from decodax.models.blocks.options import Layer
 from decodax.models.drafters.specs import head_shardings
 from decodax.models.experts import BLOCK
@@ -213,7 +214,7 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
         *_, inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
         x = x.placed(outputs, inputs)
         return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x,
-                            x.specs(outputs, inputs, dict(mesh.shape)))
+                            layout(x, path[0].key == "embed", sharding.spec, dict(mesh.shape)))
 
     if form is not None and form not in BEST:
         weights = jax.eval_shape(functools.partial(pack, weights=form), weights)

@@ -103,6 +103,9 @@ class GgmlBlocks(Packed):
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
         return self.stored()
 
+    def divides(self, parts: int) -> bool:
+        return not self.by_group and self.codes.shape[-1] % parts == 0 and self.scales.shape[-1] % parts == 0
+
     def here(self) -> Packed:       # type: ignore[override]
         """Returns the kernel in the form that this platform multiplies: on accelerators 4-bit or 8-bit integers in the
         order of the inputs."""
@@ -212,6 +215,9 @@ class ShiftedGroups(AroundKernel):
     def values(self, dtype: Any) -> Array:
         group = self.shape[-1] // self.shifts.shape[-1]
         return (self.kernel.values(jnp.float32) + jnp.repeat(self.shifts, group, -1)).astype(dtype)
+
+    def divides(self, parts: int) -> bool:
+        return self.kernel.divides(parts) and (self.shifts.shape[-1] == 1 or self.shifts.shape[-1] % parts == 0)
 
     def product(self, x: Array, dtype: Any) -> Array:
         sums = x.astype(jnp.float32).reshape(len(x), self.shifts.shape[-1], -1).sum(-1)
