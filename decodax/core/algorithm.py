@@ -237,7 +237,8 @@ def outcome(alg: Algorithm, s: State) -> State:
 
 
 def findings(alg: Algorithm, s: State) -> dict[str, Array]:
-    """Returns a method's results beside the tokens (`Concludes.findings`); empty if it has none."""
+    """Returns a method's results for each row beside its tokens, such as scores: arrays `[B, ...]` by name, from
+    `Concludes.findings`. Empty if the method is not a `Concludes`."""
     return alg.findings(s) if isinstance(alg, Concludes) else {}
 
 

@@ -299,7 +299,6 @@ class QAQConfig(FittedConfig):
         return frozenset(("sliding windows", "soft caps", "biases"))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> QAQCache:
-        """Returns an empty cache."""
         zeros = lambda *dims, of=dtype: jnp.zeros((batch, *dims), of)
         slots = whole_blocks(size, BLOCK)
 
