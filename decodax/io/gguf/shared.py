@@ -42,7 +42,13 @@ def depth(m: Metadata, c: dict[str, Any]) -> dict[str, int]:
 
 
 def scaled(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    """Returns Granite's factors."""
+    """Returns the factors of Granite models by their names in `config.json`: those of embeddings, residuals, attention
+    scores and logits.
+
+    Args:
+        m: metadata of the GGUF file.
+        c: the entries of `config.json` known so far, of which `head_dim` is used.
+    """
     return {"embedding_multiplier": m.get("embedding_scale", 1.0), "residual_multiplier": m.get("residual_scale", 1.0),
             "attention_multiplier": m.get("attention.scale", c["head_dim"] ** -0.5),
             "logits_scaling": m.get("logit_scale", 1.0)}
