@@ -66,8 +66,8 @@ class Copies:
 
     def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:
         """Returns `bool[B, Q, K]`, True where both query and key are hidden decoding tokens (copies after the first),
-        the key is at most `window` hidden decoding tokens before the query, and both are in the same chunk. All False
-        without a window.
+        the key is at most `window` hidden decoding tokens before the query, and both are in the same chunk if there are
+        chunks. All False without a window.
 
         Keys after the query, and keys of its own token, are not excluded here.
 

@@ -68,7 +68,7 @@ class ParticleFilter(Explorer):
     the whole text, as in `SMC`.
 
     Attributes:
-        reward: returns the probability that a text is correct so far, between 0 and 1; clipped to `EDGE` from both.
+        reward: returns the probability that a text is correct so far, between 0 and 1; clipped to [1e-7, 1 - 1e-7].
         n: number of particles.
         choose: how the answer is chosen: "largest" or "sample".
         increment: True weights a step by the ratio of the odds after it to those before it.

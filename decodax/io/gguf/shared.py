@@ -37,7 +37,13 @@ def routed(m: Metadata) -> dict[str, Any]:
 
 
 def depth(m: Metadata, c: dict[str, Any]) -> dict[str, int]:
-    """Returns the number of layers without those that predict further tokens."""
+    """Returns `num_hidden_layers`, the number of layers without those that predict further tokens, as an entry of
+    `config.json`.
+
+    Args:
+        m: metadata of the GGUF file.
+        c: the entries of `config.json` known so far, of which `num_hidden_layers` counts all layers.
+    """
     return {"num_hidden_layers": c["num_hidden_layers"] - m.count("nextn_predict_layers", 0, 0)}
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Arms:
-    """The arms from which a controller chooses.
+    """The arms (ways to draft, or none) from which a controller chooses in each round.
 
     Attributes:
         lengths: largest number of drafts on a path of each arm.
