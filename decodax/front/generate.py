@@ -227,8 +227,8 @@ def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Unpack[St
     A piece never contains part of a character, nor text that may be the beginning of a stop string. The pieces together
     are the text that `generate` returns. `.result` is the result after the last piece, and None before. `max_time`
     counts from this call and includes the time that the caller takes between pieces. The memory of the cache is freed
-    after the last piece, or when the stream is closed: by `close`, or as a context manager. Errors are raised by this
-    call, not by the first piece.
+    after the last piece, or when the stream is closed: by `close`, or as a context manager. Arguments are checked
+    by this call, not by the first piece.
 
     >>> import decodax as dx
     >>> with dx.stream("pycode", "def fib(n):") as pieces:                                # doctest: +SKIP

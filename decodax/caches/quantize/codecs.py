@@ -110,7 +110,7 @@ class Codec(abc.ABC):
         Args:
             shape: shape of the layer, with `G` heads and widths `d` of keys and `e` of values.
             kv: `f[G, n, d + e]`, the key and then the value of each of `n` tokens; `n` is a multiple of `unit`.
-            span: position and layer of the tokens; None unless `needs_positions`.
+            span: position and layer of the tokens; may be None unless `needs_positions`.
 
         Returns:
             A pytree of arrays `[G, n * c, ...]` with `c` entries for each token, such as 1, or `1 / unit` for one entry
@@ -125,7 +125,7 @@ class Codec(abc.ABC):
             shape: shape of the layer.
             codes: the codes, a result of `encode`.
             dtype: dtype of the result.
-            span: position and layer of the tokens; None unless `needs_positions`.
+            span: position and layer of the tokens; may be None unless `needs_positions`.
         """
 
     def below(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span) -> PyTree:

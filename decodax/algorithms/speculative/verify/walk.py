@@ -101,7 +101,7 @@ def certain(p: Array, tokens: Array, children: Array, u: Array) -> tuple[Array, 
     accepted with its share of the target's probabilities p that earlier children have left. In total, one is accepted
     with the sum of p over the children; no rule that keeps p accepts more often.
 
-    Arguments and results are those of `SiblingVerifier.siblings`.
+    For the arguments and the results see `SiblingVerifier.siblings`.
     """
     n = jnp.arange(tokens.shape[0])
     again = ((tokens[:, None] == tokens) & children & (n < n[:, None])).any(-1)
