@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
     @property
     def dtype(self) -> Any:
         """The dtype of activations: that of the final norm's scale, the learned positions or the embedding table, the
-        first of them that is an array. If none is, it is the one set by `with_default_dtype`."""
+        first of them that exists and is not packed. If none is, it is the one set by `with_default_dtype`."""
         for own in (self.norm.scale, self.positions, self.embed):
             if own is not None and not isinstance(table := own.get_value(), Packed):
                 return table.dtype

@@ -307,7 +307,7 @@ def _axes(sections: Sequence[int], rope: Rope, adjacent: bool) -> tuple[int, ...
 
 
 def images_of(cache: Cache) -> Images | None:
-    """Returns the images in the rows of a cache, or None."""
+    """Returns the images that the rows of a cache were given (`Cache.inputs`); None if they were given none."""
     return cache.inputs if isinstance(cache.inputs, Images) else None
 
 

@@ -239,7 +239,8 @@ def head_tensor(family: str, present: Collection[str]) -> str:
 
 
 def layers_in(family: str, present: Collection[str]) -> int:
-    """Returns the number of layers of the decoder among the tensor names `present`: one more than the largest index."""
+    """Returns the number of layers of the decoder in a checkpoint of the `model_type` `family` with the tensor names
+    `present`: one more than the largest index of a layer, 0 without layers."""
     prefix = f"{names_of(family, present).stem}{FAMILY_NAMES.get(family, Names(LLAMA)).layers}."
     found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
     return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)

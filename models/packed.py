@@ -57,7 +57,8 @@ class Packed(Struct, abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape `(..., N, K)`."""
+        """Shape of the weights, `(N, K)` or `(E, N, K)`, which is not that of the stored arrays. An unpacked kernel has
+        the last two axes the other way round, `[K, N]`."""
 
     @property
     def converts(self) -> bool:
@@ -285,13 +286,15 @@ def _as_bits(take: Callable[[Array], Array], a: Array) -> Array:
 
 @struct
 class Adapted(Struct):
-    """A kernel with a low-rank product added, `kernel + a @ b` (LoRA, Hu et al., 2021).
+    """A kernel with a low-rank product added, `kernel + a @ b` (LoRA, Hu et al., 2021). LoRA's factor `alpha / r` is
+    part of `b`.
 
     Attributes:
         kernel: `f[K, N]`, or packed.
-        a: `f[K, r]`; for several adapters `f[A, K, r]`, of which `chosen` selects one for each row.
+        a: `f[K, r]`; for several adapters `f[A, K, r]`, of which the method `chosen` selects one for each row.
         b: `f[r, N]`; for several adapters `f[A, r, N]`.
-        by_row: True if the leading axis of `a` and `b` is that of the batch.
+        by_row: True in the result of `chosen`: the leading axis of `a` and `b` is that of the batch, not of the
+            adapters.
     """
 
     kernel: Array | Packed

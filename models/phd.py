@@ -65,14 +65,17 @@ class Copies:
         return 0 if self.window is None or self.count < 2 else (self.window + self.count - 2) // (self.count - 1)
 
     def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:
-        """Returns `bool[B, Q, K]`, True where a query may attend to a hidden decoding token (a copy after the first) of
-        another token by window and chunks; the order of tokens is not checked here.
+        """Returns `bool[B, Q, K]`, True where both query and key are hidden decoding tokens (copies after the first),
+        the key is at most `window` hidden decoding tokens before the query, and both are in the same chunk if there are
+        chunks. All False without a window.
+
+        Keys after the query, and keys of its own token, are not excluded here.
 
         Args:
-            at: `i32[B, Q]`, positions of queries.
-            copy: `i32[Q]`, their copies, 0 for the first.
-            key_at: `i32[B, K]`, positions of keys.
-            key_copy: `i32[K]`, their copies.
+            at: `i32[B, Q]`, positions of the queries' tokens.
+            copy: `i32[Q]`, which copy of its token each query is, 0 for the first.
+            key_at: `i32[B, K]`, positions of the keys' tokens.
+            key_copy: `i32[K]`, which copy of its token each key is.
         """
         if self.window is None:
             return jnp.zeros((*at.shape, key_at.shape[1]), bool)

@@ -76,13 +76,16 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
     have a sliding window; else `slides` does.
 
     Args:
-        c: the config.
-        shape: its `head_dim` and `context` are used.
-        sliding: size of the sliding window, or None.
+        c: the content of `config.json`.
+        shape: sizes of the network, of which `head_dim` and `context` are used.
+        sliding: size of the sliding window in tokens, or None.
         slides: returns True for the index of a layer with a sliding window.
-        scale: factor of the attention scores.
+        scale: factor of the attention scores; None: `head_dim ** -0.5`.
         near: the rotary embedding of layers with a sliding window; None: the same as in other layers.
         interleaved: True if rotated pairs are adjacent; see `Rope`.
+
+    Raises:
+        ValueError: `layer_types` has too few entries, or unknown ones.
     """
     rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:

@@ -68,7 +68,8 @@ class Columns:
 
 
 def shape_of(source: WeightSource) -> tuple[int, ...]:
-    """Returns the shape of a weight in the network: that of the tensor in the file, reversed if it is transposed."""
+    """Returns the shape of a weight in the network that is one whole tensor: that of the tensor in the file, with its
+    axes in reverse order if `source.transpose`."""
     return source.full[::-1] if source.transpose else source.full
 
 

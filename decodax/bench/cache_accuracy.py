@@ -242,7 +242,16 @@ class Drafted(NamedTuple):
 
 def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
         seed: int = 0) -> list[Drafted]:
-    """Answers questions of each task with drafts on smaller caches."""
+    """Answers questions of each task in `recall.ANSWERED` by speculative decoding with drafts on smaller caches, and
+    returns a result for each draft method.
+
+    Args:
+        lm: the model.
+        systems: the draft methods, as for `algorithm=`; "full": drafts on the whole cache.
+        problems: number of questions of each task.
+        length: number of words of a prompt's text.
+        seed: seed of the questions.
+    """
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []
     for text in track(systems, "drafting", console=Console(stderr=True)):

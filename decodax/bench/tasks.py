@@ -158,7 +158,7 @@ def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
 
 
 def sampled(temperature: float = 0.8, top_p: float = 0.95) -> Task:
-    """Returns the task of completing held-out functions with sampling."""
+    """Returns the task of continuing the first halves of held-out functions, sampled with these options."""
     return Task("sampled", f"the prompts of completion at temperature {temperature:g}, top-p {top_p:g}",
                 completion, {"temperature": temperature, "top_p": top_p})
 

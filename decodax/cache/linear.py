@@ -126,7 +126,15 @@ class LinearState(Struct):
     @classmethod
     def empty(cls, rule: LinearRule, batch: int, heads: int, width: int, values: int,
               dtype: jax.typing.DTypeLike) -> LinearState:
-        """Returns the state of an empty text."""
+        """Returns the state after no token.
+
+        Args:
+            rule: options of the linear attention.
+            batch: number of rows.
+            heads: number of key/value heads `G`.
+            width, values: widths `d` of keys and `e` of values.
+            dtype: dtype of `recent`.
+        """
         return cls(sums=jnp.zeros((batch, heads, rule.size(width), values + rule.normalise), jnp.float32),
                    recent=jnp.zeros((batch, heads, rule.recent, width + values), dtype))
 

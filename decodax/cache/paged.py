@@ -28,13 +28,13 @@ from decodax.pallas_kernels.window_attention import Bias, prefix_attention, wind
 
 @struct
 class PagedCache(KeyValues, AttendsAlone):
-    """A pool of pages, and for each row a table of its pages.
+    """A pool of pages, and for each row a table of its pages. `S` is the capacity of a row, rounded up to whole pages.
 
     Attributes:
         kv: a tuple with one array `f[N, G, P, d + e]` for each layer: `N` pages of `P` positions, the key and then the
             value of each position.
         table: `i32[B, S / P]`; entry `i` is the page with positions `i P` to `i P + P - 1` of a row; -1: no page yet.
-        length: `i32[B]`, number of committed tokens of each row.
+        length: `i32[B]`, number of tokens of each row that have been committed (written to the cache).
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
     """

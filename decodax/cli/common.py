@@ -50,7 +50,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Prints a table; if the output is a file or a pipe, each row is one line."""
+    """Prints a table to standard output; if that is a file or a pipe, each row is one line.
+
+    Args:
+        columns: titles of the columns.
+        rows: the cells of each row.
+        right: indices of the columns that are aligned to the right.
+    """
     from rich.console import Console
     from rich.table import Table
 

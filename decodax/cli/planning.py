@@ -105,7 +105,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show_lengths(predicted: list[Any], assumed: list[str], args: argparse.Namespace) -> None:
-    """Prints what `decodax.bench.plan.windows.windows` predicts, for `decodax compare --at`."""
+    """Prints predicted speedups by draft length, for `decodax compare --at`: a table for each task, then the
+    assumptions.
+
+    Args:
+        predicted, assumed: the results of `decodax.bench.plan.windows.windows`.
+        args: the arguments of the command.
+    """
     from decodax.bench.figures import markdown_table
     from decodax.bench.plan.windows import columns
 

@@ -233,6 +233,9 @@ def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: 
     prompt.
 
     Args:
+        name, takes: name of the argument and description of valid numbers, for the error.
+        value: the number, list or array.
+        batch, samples: number of rows, and of rows of a prompt.
         neutral: the number that replaces None in a list.
         valid: returns True for each valid number of an array.
 

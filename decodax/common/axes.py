@@ -96,19 +96,20 @@ def constrain(tree: T, specs: Any) -> T:
 
 def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any, whole: bool = False,
               rows: Sequence[str] = ROWS) -> T:
-    """Runs `fn(*args)` on each device, with its own shards of the arrays. `fn` must not depend on other shards, except
-    by collectives of its own.
+    """Runs `fn(*args)` on each device, with its own shards of the arrays (`jax.shard_map`), or on whole arrays without
+    a mesh. `fn` must not depend on other shards, except by collectives of its own.
 
-    Use it where the compiler's own partitioning is bad: it gathers the whole array for a scatter along other dimensions
-    than it expects, and it cannot partition a kernel at all.
+    Use it where the compiler's own partitioning is bad: it gathers the whole array for some scatters, and it cannot
+    partition a kernel at all.
 
     Args:
         fn: the function.
-        specs: layout of each argument, over the axes above; ignored for an argument that is None.
+        specs: layout of each argument, over the axes `DATA`, `MODEL`, `CONTEXT` and `EXPERT`; ignored for an argument
+            that is None. An axis that does not divide all dimensions that name it is left out.
         out: layout of the results, a pytree prefix.
         args: the arguments.
-        whole: True leaves no axis to the compiler, as kernels require; arrays are replicated along axes that do not
-            divide a dimension.
+        whole: True leaves no axis to the compiler, as kernels require: arrays are replicated along axes that no spec
+            names or that are left out.
         rows: names of the axes for which DATA stands in `specs` and `out`.
     """
     free = free_axes()

@@ -254,12 +254,13 @@ class Configured:
         return f"dx.{self.entry.shelf}.{self.entry.identifier}({said})"
 
     def build(self, lm: Any = None, draft: Any = None, **beside: Any) -> Any:
-        """Makes the object for a model.
+        """Makes the object, such as an algorithm or a cache configuration, for a model.
 
         Args:
-            lm: target model from `decodax.load`.
+            lm: target model from `decodax.load`; None only if the entry does not need one.
             draft: draft model from `decodax.load`; None: `self.draft`.
-            beside: values for options that were not given and that the caller knows, such as the batch size.
+            beside: values that the caller knows, such as the batch size, for options that were not given. Those that
+                the entry does not take are ignored.
 
         Raises:
             ValueError: a model that is missing, or an option out of its range.

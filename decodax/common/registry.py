@@ -247,8 +247,8 @@ class Shelf(MutableMapping[str, Entry]):
         raise AttributeError(f"decodax.{self.kind} has no {identifier!r}; {near(identifier, self.identifiers())}")
 
     def identifiers(self) -> list[str]:
-        """Returns the names of all entries in the form in which they are attributes of a module, such as "del_" for
-        "del"."""
+        """Returns the names of all entries as attributes of the shelf's module (`Entry.identifier`), in the order of
+        the shelf, such as "prompt_lookup" for "prompt-lookup" and "del_" for "del"."""
         return [entry.identifier for entry in self.values()]
 
 

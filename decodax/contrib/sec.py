@@ -51,7 +51,14 @@ class StopExitController(Struct):
     bias: Array
 
     def actions(self, exit: int, hidden: Array, exit_above: float, stop_above: float) -> Array:
-        """Returns the action for each hidden state `f[..., D]` at one of the exits, `i32[...]`."""
+        """Returns the action (`CONTINUE`, `EXIT` or `STOP`) for each hidden state, `i32[...]`.
+
+        Args:
+            exit: index of the classifier, 0 to `E - 1`.
+            hidden: `f[..., D]`, the hidden states after its layer and the final norm.
+            exit_above: probability above which the action is `EXIT`.
+            stop_above: probability above which it is `STOP`, if it is not `EXIT`.
+        """
         chance = jax.nn.softmax(hidden.astype(jnp.float32) @ self.kernel[exit] + self.bias[exit])
         return jnp.where(chance[..., EXIT] > exit_above, EXIT, jnp.where(chance[..., STOP] > stop_above, STOP,
                                                                          CONTINUE))

@@ -111,7 +111,13 @@ class Algorithm(Composed, abc.ABC):
 
     @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, PyTree]:
-        """Returns the window that the model scores next, and the state that `decide` gets as `algo`."""
+        """Returns the window that the model scores next, and the state that `decide` gets as `algo`.
+
+        Args:
+            params: weights of the model and of the method.
+            policy: the sampling policy.
+            s: the state before the round.
+        """
 
     @abc.abstractmethod
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
@@ -237,7 +243,8 @@ def outcome(alg: Algorithm, s: State) -> State:
 
 
 def findings(alg: Algorithm, s: State) -> dict[str, Array]:
-    """Returns a method's results beside the tokens (`Concludes.findings`); empty if it has none."""
+    """Returns a method's results for each row beside its tokens, such as scores: arrays `[B, ...]` by name, from
+    `Concludes.findings`. Empty if the method is not a `Concludes`."""
     return alg.findings(s) if isinstance(alg, Concludes) else {}
 
 

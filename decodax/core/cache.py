@@ -40,13 +40,14 @@ class Layout:
 
     Attributes:
         by_row: True if every array has a leading batch axis, so that rows can be on different devices. False for a
-            cache with arrays that rows share, such as a pool of pages; it overrides `Cache.select`.
-        hosted: a pytree of the arrays in host memory (`decodax.core.host_memory`); None if all are on the device.
+            cache with arrays that rows share, such as a pool of pages; such a cache overrides `Cache.select`.
+        hosted: a pytree of those arrays that are in host memory (`decodax.core.host_memory`); None if all are on the
+            device.
         specs: `PartitionSpec` pytrees by field name, for fields whose placement on a mesh differs from the default
             (`decodax.core.mesh.cache_specs`).
-        order: a function from the width `W` of a prefill window to the best order of its nodes, `i32[W]`, or to None
-            for the order of the text. The first nodes in the order go to the first of the devices over which entries
-            are split. None: the order of the text.
+        order: for a cache whose entries are split over devices by position: a function from the width `W` of a prefill
+            window to an order of its nodes, `i32[W]`, in which each device gets the nodes of its own entries, the first
+            device the first ones; or to None for the order of the text. None: the order of the text.
     """
 
     by_row: bool = True

@@ -234,8 +234,14 @@ def _refill(held: Any, new: Any, rows: Array) -> Any:
 def fork(s: State, rows: Array, keys: Array, generation: Array) -> State:
     """Returns the state whose row `i` continues row `rows[i]`, including the algorithm's state. `s` is donated.
 
-    A row that continues another one draws with a new key: `keys[i]` of its place, folded with `generation[i]`, of
-    `u32[B]`.
+    A row that continues another one draws with a new random key: `keys[i]` folded with `generation[i]`. A row that
+    continues itself keeps its key.
+
+    Args:
+        s: the state.
+        rows: `i32[B]`, the row that each row continues.
+        keys: `key[B]`, base of the new key of each row.
+        generation: `u32[B]`, number that is folded into it, so that a row gets another key each time.
     """
     return _fork(s, rows, keys, generation)
 
@@ -299,11 +305,17 @@ def _recall(s: State, held: State, rows: Array, key: Array, generation: Array) -
 
 
 def rewind(s: State, length: Array, back: Array, keys: Array, generation: Array) -> State:
-    """Truncates the rows `back` (`bool[B]`) to their first `length` tokens (`i32[B]`); they draw with new keys from
-    there on, as in `fork`. `s` is donated.
+    """Truncates some rows. They draw with new random keys from there on. `s` is donated.
 
     The cache has to support truncation, and neither the policy nor the method may have state that depends on the text.
     The caller has to reset the state of the stop automaton.
+
+    Args:
+        s: the state.
+        length: `i32[B]`, number of first tokens that are kept.
+        back: `bool[B]`, the rows that are truncated.
+        keys: `key[B]`, base of the new key of each row.
+        generation: `u32[B]`, number that is folded into it, so that a row gets another key each time.
     """
     return _rewind(s, length, back, keys, generation)
 

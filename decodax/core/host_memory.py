@@ -40,7 +40,8 @@ def to_device(x: Array) -> Array:
 
 
 def empty_pages(*shape: int, dtype: jax.typing.DTypeLike) -> Array:
-    """Allocates pages `f[B, G, N, P, D]` in host memory. On a TPU their values are undefined."""
+    """Allocates pages of the shape `shape`, `f[B, G, N, P, D]`, in host memory: `N` pages of `P` tokens for each row
+    and head. They are zeros, except on a TPU, where their values are undefined."""
     # one write is enough for XLA to reserve the memory there; zeros as such would be made on the device first
     one = to_host(jnp.zeros((1, shape[1], 1, *shape[3:]), dtype))
     return lax.dynamic_update_slice(to_host(jnp.zeros(shape, dtype)), one, [0] * len(shape))

@@ -83,7 +83,14 @@ def _is_kind(given: Any) -> bool:
 
 @functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
 def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[str, ...], size: int) -> StopTable:
-    """Returns the automaton of stop strings over a vocabulary of `size` tokens."""
+    """Returns the automaton that finds stop strings in a text token by token.
+
+    Args:
+        tokenizer: the tokenizer.
+        skip_special_tokens: True if the texts do not contain special tokens.
+        strings: the stop strings.
+        size: number of tokens of the vocabulary.
+    """
     pieces = tokenizer.pieces(skip_special_tokens)
     return StopTable.build(pieces.rest, strings, size, first=pieces.first, hidden=pieces.skipped)
 

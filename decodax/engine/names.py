@@ -89,7 +89,8 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
 
 
 def takes(where: str) -> set[str]:
-    """Returns the names of the arguments that a front end takes. `where` is its name, such as "generate"."""
+    """Returns the names of the arguments that a function of the library takes. `where` is its name, a key of `WITHOUT`,
+    such as "generate"."""
     return {*OWN, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
 
 

@@ -71,19 +71,24 @@ def evenly_spaced(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy
 
 def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
                  least: Sequence[int], samples: int, given: bool, until: float) -> Policy:
-    """Returns the policy with constraints, placed before its temperature.
+    """Returns the policy with a transform that forbids the tokens which the constraints do not allow, placed before its
+    temperature.
 
     Args:
-        asked: key of the constraint of each prompt, or None.
+        asked: for each prompt the key of its constraint, a tuple that begins with its kind, such as "grammar"; None:
+            none.
         lm: the model.
         method: the decoding method.
         policy: the policy.
-        ends: index after the last token that each row may have.
+        ends: index after the last token that each prompt's text may have.
         budget: maximum number of new tokens of each prompt.
         least: minimum number of new tokens of each prompt before the text may end.
         samples: number of rows of a prompt.
         given: True if the canvas already contains a part of the text (infilling).
-        until: time limit, by `time.monotonic`.
+        until: time by `time.monotonic` at which building the constraints is given up.
+
+    Raises:
+        ValueError: a constraint that the method does not support.
     """
     if given:
         budget = np.full_like(budget, MOST)
@@ -157,8 +162,23 @@ def row_inputs(inputs: Any, count: int) -> Any:
 
 def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config
               ) -> tuple[np.ndarray | None, list[list[int]] | None]:
-    """Returns the guidance scale of each prompt and its negative prompt; None for no guidance, or for the default
-    negative prompts."""
+    """Reads the options of classifier-free guidance.
+
+    Args:
+        lm: the model.
+        method: the decoding method.
+        budget: maximum number of new tokens of each prompt.
+        scale: the argument `guidance_scale`, a number or one for each prompt; 1: no guidance.
+        negative: the argument `negative_prompts`, one or one for each prompt, or None.
+        said: the model's generation config.
+
+    Returns:
+        The scale of each prompt, `f32[prompts]`, or None for no guidance; and the token ids of each negative prompt, or
+        None for the default ones.
+
+    Raises:
+        ValueError: negative prompts without a scale or for a canvas, or of another number than the prompts.
+    """
     count = len(budget)
     scales = said.or_given("guidance_scale", scale, lambda name, x: per_row(name, x, count, np.float32, 1, "a number",
                                                                             np.isfinite))

@@ -189,8 +189,16 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
 
 def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None,
                   token_budget: int | None = None) -> Result:
-    """Runs a request with `batch_size` prompts at once; when a prompt has ended, the next one takes its rows. `end` is
-    the time by `time.monotonic` at which unfinished rows end; for `use` and `token_budget` see `serve`."""
+    """Runs a request with `batch_size` prompts at once; when a prompt has ended, the next one takes its rows. Results
+    are in the order of the prompts.
+
+    Args:
+        request: the request; its `batch_size` is not None.
+        end: time by `time.monotonic` at which unfinished rows end, with their text so far. None: no limit.
+        progress: True shows a progress bar.
+        use: counts of forward passes and times are added to it; None: to a new one.
+        token_budget: see `serve`.
+    """
     assert request.batch_size is not None
     # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
     # of similar length side by side, which are read together
@@ -214,12 +222,13 @@ def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Unpack[St
     """Continues one prompt and yields its text piece by piece.
 
     Takes the arguments of `generate` except those that need several rows: `search`, `select`, `num_samples`,
-    `batch_size` and `progress`. The slots are `algorithm`, `draft`, `cache`, `constraint` and `sampling`.
+    `batch_size` and `progress`.
 
     A piece never contains part of a character, nor text that may be the beginning of a stop string. The pieces together
-    are the text that `generate` returns. After the last piece, `.result` is the result. `max_time` counts from this
-    call and includes the time that the caller takes between pieces. The memory of the cache is freed after the last
-    piece, or when the stream is closed: by `close`, or as a context manager.
+    are the text that `generate` returns. `.result` is the result after the last piece, and None before. `max_time`
+    counts from this call and includes the time that the caller takes between pieces. The memory of the cache is freed
+    after the last piece, or when the stream is closed: by `close`, or as a context manager. Arguments are checked
+    by this call, not by the first piece.
 
     >>> import decodax as dx
     >>> with dx.stream("pycode", "def fib(n):") as pieces:                                # doctest: +SKIP

@@ -218,7 +218,7 @@ def copy(values: np.ndarray, goal: np.ndarray) -> None:
 
 
 def cast(values: np.ndarray, goal: np.ndarray) -> None:
-    """Casts an array into another one of the same shape."""
+    """Writes `values` into `goal`, an array of the same shape, converted to its dtype."""
     if values.dtype == goal.dtype:
         bits = bits_of(goal.dtype)
         np.copyto(goal.view(bits), values.view(bits))

@@ -46,7 +46,17 @@ def read_prompts(lm: LM, prompts: Any, name: str = "prompts") -> list[list[int]]
 
 
 def read_prompt(lm: LM, prompt: Any, name: str) -> list[int]:
-    """Returns the token ids of one prompt."""
+    """Returns the token ids of one prompt, at least one; an empty prompt becomes the model's BOS token.
+
+    Args:
+        lm: the model.
+        prompt: a text, a chat, token ids, or the output of a tokenizer with one row of `input_ids`.
+        name: name of the argument, for errors.
+
+    Raises:
+        ValueError: several rows, an empty prompt for a model without BOS token, or a token that is not in the
+            vocabulary.
+    """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         rows = _encoding(prompt, name)
         if len(rows) != 1:

@@ -321,7 +321,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.tests[name] = _test(self.tests[name])     # type: ignore[arg-type]
 
     def add_filter(self, name: str, run: Callable[..., Any]) -> None:
-        """Adds a filter; sizes of its arguments and its result are checked."""
+        """Adds a function `run` to templates as the filter `name`; sizes of its arguments and its result are checked.
+        """
         self.filters[name] = _filter(name, run)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

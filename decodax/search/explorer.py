@@ -141,16 +141,16 @@ class CanvasExplorer(Checked, Search):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """Scores of the rows of a search, returned by `Explorer.search`.
+    """Scores of the rows of a search, returned by `Explorer.search`, for `P` prompts with `n` rows each.
 
     Attributes:
-        scores: `f64[P, n]`.
-        index: `i64[P]`, the chosen row of each prompt. None: the row with the largest score.
-        weights: `f64[P, n]`, weights that sum to 1 if the rows are weighted samples; else None.
-        log_evidence: `f64[P]`, the log of the estimated normalizing constant, or None.
-        texts: the texts, `[P][m]`, for searches whose texts are not single rows; `scores` and `index` then refer to
-            them. None: the texts of the rows.
-        details: further findings for each prompt, or None.
+        scores: `f64[P, n]`, or `f64[P, m]` with `texts`.
+        index: `i64[P]`, the chosen row of each prompt, from 0 to `n - 1`. None: the row with the largest score.
+        weights: `f64[P, n]`, weights that sum to 1 for each prompt if the rows are weighted samples; else None.
+        log_evidence: `f64[P]`, the log of the estimated normalizing constant (see `SMC`), or None.
+        texts: `m` texts for each prompt, `[P][m]`, for searches whose texts are not single rows; `scores` and `index`
+            then refer to them. None: the texts of the rows.
+        details: a further finding of any type for each prompt, `[P]`, or None.
     """
 
     __repr__ = short

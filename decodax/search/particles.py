@@ -58,19 +58,20 @@ def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.
 class ParticleFilter(Explorer):
     """Particle filtering with a process reward model (Puri et al., 2025, "Rollout Roulette").
 
-    In each round all `n` particles generate a step. Then they are resampled with weights equal to the odds `r / (1 -
-    r)` of their rewards `r`; a finished particle keeps its last reward. The search ends when all particles have ended.
-    The answer is the particle with the largest odds, or one drawn by the odds.
+    In each round all `n` particles generate a step, which ends as in `Explorer`. Then they are resampled with weights
+    equal to the odds `r / (1 - r)` of their rewards `r`; a finished particle keeps its last reward. The search ends
+    when all particles have ended. The answer is the particle with the largest odds, or one drawn by the odds.
 
     By default, as in the authors' code, the weight of a step is the odds of the whole text so far. The texts are then
     distributed as the model's distribution times the product of the odds after all steps. `increment=True` weights a
-    step by the change of the odds; the distribution is then the model's times the odds of the whole text, as in `SMC`.
+    step by the ratio of the odds after it to those before it; the distribution is then the model's times the odds of
+    the whole text, as in `SMC`.
 
     Attributes:
-        reward: returns the probability that a text is correct so far, between 0 and 1.
+        reward: returns the probability that a text is correct so far, between 0 and 1; clipped to [1e-7, 1 - 1e-7].
         n: number of particles.
         choose: how the answer is chosen: "largest" or "sample".
-        increment: True weights a step by the change of the odds.
+        increment: True weights a step by the ratio of the odds after it to those before it.
         resampling: "multinomial", as in the paper, or "systematic".
     """
 

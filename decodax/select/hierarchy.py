@@ -102,7 +102,12 @@ class Hierarchy:
         return (np.arange(len(self.parents))[:, None] == self.leaves).astype(np.float64)
 
     def best_node(self, chances: Any, beta: float = 1.0) -> np.ndarray:
-        """Returns the node with the largest expected F-beta score, `i64[...]`, for leaf probabilities `f64[..., m]`."""
+        """Returns the index of the node with the largest expected F-beta score, `i64[...]`; see `f_beta`.
+
+        Args:
+            chances: `f64[..., m]`, the probability of each of the `m` leaves.
+            beta: weight of recall against precision.
+        """
         return best_expected(self.f_beta(beta), chances)[0]
 
     def best_set(self, chances: Any, beta: float = 1.0) -> np.ndarray:

@@ -106,7 +106,8 @@ def corpus_name() -> str:
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE. Token 0 is `<|endoftext|>`, tokens 1 to 256 are the bytes."""
+    """Trains a byte-level BPE tokenizer with up to `vocab_size` tokens. Token 0 is `<|endoftext|>`, tokens 1 to 256 are
+    the bytes, sorted by the characters that stand for them in byte-level BPE; merges follow."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PIECES), "isolated"),

@@ -39,7 +39,8 @@ The figures on this page are also in `training.json`.
 
 
 def hardware(count: int) -> str:
-    """Returns a description of the first `count` devices of this process."""
+    """Returns a description of `count` devices of the first one's kind, such as "4 x NVIDIA H200" or "2 CPU cores (AMD
+    EPYC 9B14)"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{count} x {device.device_kind}"

@@ -245,6 +245,14 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
 
 def lessons_of(model: Model, sinks: int, recent: int, params: Any, tokens: np.ndarray, lengths: np.ndarray,
              layer: int) -> Lesson:
-    """Returns the training data of one layer for all texts, `[N, T, ...]`."""
+    """Returns the training data of one layer for `N` texts of up to `T` tokens, with arrays `[N, T, ...]`.
+
+    Args:
+        model, params: the model and its weights.
+        sinks, recent: numbers of first and of latest tokens that are kept exactly.
+        tokens: `i32[N, T]`, the texts.
+        lengths: `i32[N]`, number of tokens of each.
+        layer: index of the layer.
+    """
     one = lambda row, length: _heard(model, sinks, recent, params, row[None], length)[layer]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *(one(*text) for text in zip(tokens, lengths, strict=True)))

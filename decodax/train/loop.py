@@ -266,8 +266,8 @@ class TrainingRun:
         return self.output / "metrics.jsonl"
 
     def settle(self) -> None:
-        """Sets the number of steps of a run with a time budget once the decay has to begin, from the speed in the later
-        half of the measurements."""
+        """Sets the number of steps of a run with a time budget once the decay of the learning rate has to begin, from
+        the time that is left and the speed in the later half of `pace`. Before, and in other runs, nothing changes."""
         if self.schedule.steps is not None or self.minutes is None or len(self.pace) < 2:
             return
         left = self.minutes * 60 - self.seconds

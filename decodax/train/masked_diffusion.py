@@ -203,8 +203,9 @@ def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array
 
 @dataclass(frozen=True)
 class Bound:
-    """The loss of masked or block diffusion: the cross-entropy at masked tokens divided by `t`, summed over a row,
-    divided by its number of answer tokens, and averaged over rows.
+    """The loss of masked or block diffusion: the cross-entropy at masked tokens divided by the noise level `t` (the
+    probability with which the token was masked), summed over a row, divided by its number of answer tokens, and
+    averaged over rows.
 
     This is the loss of LLaDA's fine-tuning, and with blocks that of BD3-LM. After a causal prefix, the cross-entropy of
     the clean text's next tokens is added with equal weight, as in set block decoding.

@@ -29,7 +29,18 @@ class Attend(Protocol):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al., 2023)."""
+    """Grouped-query attention (Ainslie et al., 2023) as a module of a decoder layer. It projects its input to queries,
+    keys and values, applies their norms and rotations, and projects what they attend to.
+
+    A call takes the index of the layer, the input `f[B, W, D]`, the result of `Decoder.tables`, and the function that
+    computes the attention from the cache (`Attend`). It returns the output `f[B, W, D]`, and the layer's entry, which a
+    commit writes to the cache.
+
+    Args:
+        c: configuration of the decoder.
+        layer: options of the layer, which may leave out some of the projections.
+        rngs: random numbers for the weights.
+    """
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c, self.layer = c, layer

@@ -113,7 +113,8 @@ class AssistantHead(ModuleHead):
 
 
 class AssistantNetwork(nnx.Module):
-    """The network of an `AssistantHead`."""
+    """The module with the weights of an `AssistantHead`: projections from and to the target's width, and decoder layers
+    that attend to the target's keys and values."""
 
     def __init__(self, h: AssistantHead, rngs: nnx.Rngs):
         self.h, c = h, h.config

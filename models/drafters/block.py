@@ -188,7 +188,13 @@ class BlockHead(ModuleHead):
     def correct(self, weights: Weights, logits: Array, seen: Array, tokens: Array, embed: Embed, memory: Array,
                 slots: Array) -> tuple[Array, Array]:
         """Returns the logits of slots corrected for the token before each, `f32[B, W, vocab]`, and the correction's new
-        state. Without a correction both are returned unchanged. Shapes as in `CorrectionNetwork.__call__`."""
+        state. Without a correction, `logits` and `memory` are returned unchanged.
+
+        Args:
+            weights: the weights of the head.
+            logits, seen, tokens, memory, slots: see `CorrectionNetwork.__call__`.
+            embed: function from token ids to embeddings of the target.
+        """
         network = self.network(weights)
         if network.correction is None:
             return logits, memory
@@ -214,7 +220,8 @@ class BlockHead(ModuleHead):
 
 
 class BlockNetwork(nnx.Module):
-    """The network of a `BlockHead`."""
+    """The module with the weights of a `BlockHead`: the projection of the target's features, the decoder layers over
+    the slots of blocks, and what the head's options add."""
 
     def __init__(self, h: BlockHead, rngs: nnx.Rngs):
         c = h.config

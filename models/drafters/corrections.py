@@ -57,7 +57,7 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def module(self, sizes: BlockSizes, rngs: nnx.Rngs) -> CorrectionNetwork:
-        """Returns the network with random weights."""
+        """Returns the network of the correction with random weights, for a head with these `sizes`."""
 
 
 class CorrectionNetwork(nnx.Module):

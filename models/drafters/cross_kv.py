@@ -138,7 +138,8 @@ class CrossKVHead(ModuleHead):
 
 
 class CrossKVNetwork(nnx.Module):
-    """The network of a `CrossKVHead`."""
+    """The module with the weights of a `CrossKVHead`: a decoder layer, and cross-attention to the target's keys and
+    values."""
 
     def __init__(self, h: CrossKVHead, rngs: nnx.Rngs):
         c = h.config

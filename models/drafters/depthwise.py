@@ -86,7 +86,7 @@ class DepthwiseHead(ModuleHead):
 
 
 class DepthwiseNetwork(nnx.Module):
-    """The network of a `DepthwiseHead`."""
+    """The module with the weights of a `DepthwiseHead`: a `RecurrentHeadNetwork` for each depth."""
 
     def __init__(self, h: DepthwiseHead, rngs: nnx.Rngs):
         self.h = h

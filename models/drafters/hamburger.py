@@ -120,12 +120,13 @@ class HamburgerHead(ModuleHead):
         return jnp.concatenate([tapped, hidden], -1).reshape(*hidden.shape[:2], self.read, -1)
 
     def merge(self, weights: Weights, embedded: Array, count: Array) -> Array:
-        """Returns the vectors of groups, `f[..., D]`.
+        """Returns the vector of each group of tokens, `f[..., D]`, by the formula in `HamburgerHead`.
 
         Args:
-            weights: the weights.
-            embedded: `f[..., steps, D]`, the embeddings of their tokens; only the first `count` ones are read.
-            count: `i32[...]`, number of their tokens, from 1.
+            weights: the weights of the head.
+            embedded: `f[..., steps, D]`, the embeddings of a group's tokens; those after the first `count` are not
+                read.
+            count: `i32[...]`, number of tokens of each group, 1 to `steps`.
         """
         network, H = self.network(weights), self.merge_heads
         inside = jnp.arange(self.steps) < count[..., None]

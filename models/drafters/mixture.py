@@ -72,7 +72,8 @@ class MixtureHead(CrossKVHead):
 
 
 class MixtureNetwork(nnx.Module):
-    """The network of a `MixtureHead`."""
+    """The module with the weights of a `MixtureHead`: the layer self-attention, and the two decoder layers of drafts.
+    """
 
     def __init__(self, h: MixtureHead, rngs: nnx.Rngs):
         c = h.config

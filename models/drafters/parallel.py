@@ -48,7 +48,8 @@ class ParallelHead(RecurrentHead):
 
 
 class ParallelNetwork(RecurrentHeadNetwork):
-    """The network of a `ParallelHead`: that of a `RecurrentHead` with a learned vector for features not yet known."""
+    """The module with the weights of a `ParallelHead`: that of a `RecurrentHead` with a learned vector for features not
+    yet known."""
 
     def __init__(self, h: ParallelHead, rngs: nnx.Rngs):
         super().__init__(h, rngs)

@@ -109,7 +109,7 @@ class RecurrentHead(ModuleHead):
 
 
 class RecurrentHeadNetwork(nnx.Module):
-    """The network of a `RecurrentHead`."""
+    """The module with the weights of a `RecurrentHead`. `d` is the width of its hidden states, `config.width`."""
 
     def __init__(self, h: RecurrentHead, rngs: nnx.Rngs):
         c = h.config

@@ -204,12 +204,14 @@ class MLPSpeculatorHead(StackedHead):
 
     @property
     def state_weight(self) -> float:
-        """`c_s`, the weight of the state beside the token."""
+        """`c_s` of the formula in `MLPSpeculatorHead`, the weight of the state where it is added to a token's
+        embedding."""
         return 0.5 ** (0.5 / self.heads)
 
     @property
     def token_weight(self) -> float:
-        """`c_e / c_s`, the factor of the token's embedding."""
+        """`c_e / c_s` of the formula in `MLPSpeculatorHead`, the factor of a token's embedding where it is added to the
+        state. The norm that follows makes a common factor `c_s` of both unnecessary."""
         return math.sqrt((1 - self.state_weight ** 2) * self.inner / 2) / self.state_weight
 
     def module(self, rngs: nnx.Rngs) -> nnx.Module:

@@ -269,7 +269,12 @@ def _damped(moments: Array) -> Array:
 
 
 def bit_planes(codes: Array, bits: tuple[int, ...]) -> Array:
-    """Returns codes `u8[E, groups, N, size]` in the layout of `Lattice`."""
+    """Returns codes as bits in the layout of `Lattice.codes`, `u8[E, planes, N, size // 8]`.
+
+    Args:
+        codes: `u8[E, groups, N, size]`, one code for each weight, by group of `size` inputs.
+        bits: number of bits of each group's codes.
+    """
     order = np.array(_order(bits))
     shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
     found = []

@@ -55,7 +55,15 @@ def salience(w: Array, moments: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dimension")
 def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) -> Array:
-    """Returns the squared error of the outputs of each group with its initial lattice, `f32[E, groups]`."""
+    """Returns the squared error of the outputs that the quantization of each group with its initial lattice causes,
+    `f32[E, groups]`.
+
+    Args:
+        w: `f32[E, groups, N, size]`, the weights.
+        moments: `f32[E, groups, size, size]`, `X X^T` of the inputs of each group.
+        bits: number of bits of a code.
+        dimension: dimension `d` of the lattice.
+    """
     flat = (w.reshape(-1, *w.shape[2:]), moments.reshape(-1, *moments.shape[2:]))
 
     def one(group: tuple[Array, Array]) -> Array:

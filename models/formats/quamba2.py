@@ -150,8 +150,14 @@ class Quamba2(ModelFormat):
 
     def pack_kernel(self, w: np.ndarray, step: np.ndarray | None, sections: list[int] | None = None,
                 outs: np.ndarray | None = None) -> Packed:
-        """Returns the packed kernel of weights `[N, K]`. `sections` are the sizes of groups of outputs that have
-        separate scales."""
+        """Returns the packed kernel of a projection.
+
+        Args:
+            w: `[N, K]`, its weights.
+            step: quantization step of the inputs; None, with 4-bit weights only: they are not quantized.
+            sections: sizes of groups of outputs that have separate scales, with 8-bit weights; None: one group.
+            outs: quantization steps of the outputs, `[N]`; None: they are not quantized.
+        """
         row = lambda a: jnp.asarray(a, jnp.float32).reshape(-1, 1)
         if self.weights == 4:
             codes, scales, groups = quarter(w, self.activations == 8)

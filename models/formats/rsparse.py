@@ -133,7 +133,8 @@ def skipping(x: Array, large: Array, kernel: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Magnitudes(Statistic):
-    """The histogram of the magnitudes of each input, `f32[K, bins]`."""
+    """The histogram of the magnitudes of each of the `K` inputs of a kernel, `f32[K, bins]`, with `OCTAVE` bins per
+    factor of two from `2**LOWEST` to `2**HIGHEST`."""
 
     def of(self, x: Array, gradient: Array) -> Array:
         bins = (HIGHEST - LOWEST) * OCTAVE

@@ -26,8 +26,13 @@ Block = RecurrentBlock | DeltaBlock | ShortConvBlock | SsdBlock | SelectiveScanB
 
 
 def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> Block:
-    """Returns the module of a recurrent block with random weights; the type of `rule`, its options, selects the kind of
-    block."""
+    """Returns the module of a recurrent block, which a layer has in place of attention, with random weights.
+
+    Args:
+        c: the decoder's configuration.
+        rule: options of the block; their type selects its kind, such as `GatedDelta` or `Ssd`.
+        rngs: random numbers for the weights.
+    """
     match rule:
         case RgLru():
             return RecurrentBlock(c, rule, rngs)

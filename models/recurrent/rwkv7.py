@@ -238,7 +238,7 @@ def earlier(place: int, x: Array, window: Window, cache: Any) -> tuple[Array, An
 
 
 def layer_norm(x: Array, p: Weights) -> Array:
-    """Returns the layer norm, `f[..., D]`."""
+    """Returns the layer norm of `x`, `f[..., D]`, over its last axis, with the weights "scale" and "bias" of `p`."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + EPS)

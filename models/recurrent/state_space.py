@@ -129,13 +129,14 @@ def norm(x: Array, scale: Array, eps: float) -> Array:
 
 def stacked(c: Any, into: int, channels: int, own: Callable[[str], dict[str, WeightSource]],
             table: str = "embeddings") -> dict[str, WeightSource]:
-    """Returns the source of every weight of a model by its dotted path.
+    """Returns the place in a checkpoint of every weight of a Mamba model, by the weight's dotted path.
 
     Args:
-        c: the configuration.
+        c: the model's configuration.
         into: number of outputs of a layer's first projection.
         channels: number of channels of its convolution.
-        own: returns the weights of a mixer between convolution and last projection, by the mixer's name in the file.
+        own: returns the places of the weights between convolution and last projection, by their names in the layer; its
+            argument is the prefix of the layer's mixer in the file.
         table: the embedding's name in the file.
     """
     found = {"embed": plain(f"backbone.{table}.weight", c.vocab, c.width)}

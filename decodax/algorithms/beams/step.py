@@ -81,7 +81,8 @@ class BeamText(Struct):
         return jax.tree.map(lambda x: take(x, index), self)
 
     def join(self, other: BeamText) -> BeamText:
-        """Returns these texts followed by `other` along the second axis."""
+        """Returns these texts followed by those of `other`, for each prompt: `[P, n]` and `[P, n']` become `[P, n +
+        n']`."""
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), self, other)
 
 

@@ -80,8 +80,12 @@ class UID:
                           added=state.added + gap * gap)
 
     def value(self, state: Surprisals) -> Array:
-        """Returns the regulariser `R` of each text by the formula of `kind`, not yet multiplied by `strength`:
-        `f32[...]`, from the statistics `state` of the texts' tokens."""
+        """Returns the regulariser `R` of each text, `f32[...]`, by the formula of `kind` (see `UID`), not yet
+        multiplied by `strength`. 0 for a text without tokens.
+
+        Args:
+            state: the statistics of the texts' tokens.
+        """
         if self.kind in ("greedy", "local"):
             return state.added
         if self.kind == "variance":

@@ -168,10 +168,12 @@ def losses(heads: Heads, hidden: Array, logits: Array, labels: Array, key: Array
     """Returns the training losses of the heads on a text: for the temperature, and for top-p. The authors minimise
     their sum; the network itself is not trained.
 
-    Both are cross-entropies of the next token, weighted by the network's probability for it. The first is that of the
-    distribution at the predicted temperature, on a random subset: 60% of the positions at which the network's most
-    likely token is right are left out. The second is that of the distribution after a soft top-p, which multiplies
-    tokens beyond the set by `exp(-30 * excess)`.
+    Both are cross-entropies of the next token, in nats, weighted by the network's probability for it at temperature 1.
+    The first is that of the distribution at the predicted temperature, on a random subset: each position at which the
+    network's most likely token is right is left out with probability 0.6. The second is that of the distribution at the
+    predicted temperature after a soft top-p, on all positions: each probability is multiplied by `exp(-30 * excess)`,
+    where `excess` is the sum of the probabilities down to and including this one less the predicted top-p, at least 0;
+    then they are normalised.
 
     Args:
         heads: the heads.
@@ -181,7 +183,7 @@ def losses(heads: Heads, hidden: Array, logits: Array, labels: Array, key: Array
         key: random key for the choice of the subset.
 
     Returns:
-        Two means over positions, `f32[]`.
+        Two means over the positions that are not left out, `f32[]`; 0 if there are none.
     """
     temperature, top_p = heads(hidden, logits)
     at = lambda x: jnp.take_along_axis(x, jnp.maximum(labels, 0)[..., None], -1)[..., 0]

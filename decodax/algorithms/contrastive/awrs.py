@@ -114,8 +114,16 @@ class AWRS(Concludes):
         return chosen, weight, calls
 
     def draw_one(self, text: list[int], order: np.ndarray, log_p: np.ndarray) -> tuple[int, float, int]:
-        """Returns the accepted token, the logarithm of its weight, and the number of calls of the check, for one
-        row."""
+        """Draws a token for one row.
+
+        Args:
+            text: the new tokens so far.
+            order: `f32[V]`, numbers by which tokens are tried, the largest first.
+            log_p: `f64[V]`, their log-probabilities.
+
+        Returns:
+            The accepted token, or `DEAD_END`; the logarithm of its weight; and the number of calls of the check.
+        """
         found, share, log_weight, rejected, calls = DEAD_END, 0.0, 0.0, 0.0, 0
         for token in ranked(order):
             if not np.isfinite(log_p[token]):

@@ -218,9 +218,15 @@ class Stop(DiffusionRule):
         return jnp.zeros(view.start.shape, bool)
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
-        """Returns the end of each row's text after a step, `i32[R]`: the absolute position after the last token, at
-        most `after.end`. `before` and `after` are the window before and after the step, `seen` has the step's
-        predictions."""
+        """Returns the end of each row's text after a step, `i32[R]`: the absolute position after the last token. By
+        default `after.end`, the end so far; a smaller one cuts the text.
+
+        Args:
+            before: the window before the step.
+            seen: the predictions that the step used.
+            after: the window after it.
+            memory: the rule's memory.
+        """
         return after.end
 
 

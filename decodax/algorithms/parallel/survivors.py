@@ -77,8 +77,9 @@ def first(log_p: Array, bounds: Bounds, keep: int, room: int) -> tuple[Array, Ar
 
 
 def edges(log_p: Array, grams: Array, score: Array, bounds: Bounds, order: int) -> Array:
-    """Returns the amount that each step adds to the score of a text, `f32[P, L - m, K, K]`; -inf for steps that are not
-    possible.
+    """Returns the amount that each step adds to the score of a text, `f32[P, L - m, K, K]`: entry `[p, l, i, j]` is for
+    the step from n-gram `i` at position `l` to n-gram `j` at the next one; -inf for steps that are not possible.
+    Letters as in the module's docstring.
 
     Args:
         log_p: `f32[P, L, K, V]`, log-probabilities after each n-gram; at order 0 `f32[P, L, 1, V]`, those at each

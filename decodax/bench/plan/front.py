@@ -90,7 +90,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The minimum time of a round: arithmetic and memory traffic overlap, collectives follow."""
+        """The minimum time of a decoding round, in seconds: the longer one of arithmetic and memory traffic, which
+        overlap, plus that of collectives, which do not."""
         return max(self.memory, self.arithmetic) + self.network
 
     @property

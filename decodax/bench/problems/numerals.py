@@ -79,8 +79,14 @@ def held_out(number: int) -> bool:
 
 
 def problems(count: int, seed: int = 0, digits: int | None = None) -> list[int]:
-    """Returns `count` different numbers that are held out of training, with `digits` digits (None: any number of
-    digits), the same at every call with these arguments."""
+    """Returns `count` different numbers to be written in words. They are held out of training, and the same at every
+    call with these arguments; a larger `count` only appends numbers.
+
+    Args:
+        count: how many. With few `digits` there may be too few such numbers, and the call does not end.
+        seed: seed of the draw.
+        digits: number of their digits, 3 to 9; None: drawn for each number.
+    """
     rng, found = random.Random(f"numerals {digits} {seed}"), dict[int, None]()
     while len(found) < count:
         number = draw(rng)

@@ -185,7 +185,8 @@ def _fits(given: str, text: str) -> bool:
 
 @functools.cache
 def sudoku_grids() -> tuple[str, ...]:
-    """Returns all 288 4x4 sudoku grids: rows, columns and 2x2 boxes hold 1 to 4."""
+    """Returns all 288 solved 4x4 sudokus, in which each row, column and 2x2 box has the digits 1 to 4: strings of 16
+    digits, row by row."""
     rows = ["".join(p) for p in itertools.permutations("1234")]
     differ = lambda a, b: all(x != y for x, y in zip(a, b, strict=True))
     bands = [(a, b) for a in rows for b in rows if len({*a[:2], *b[:2]}) == 4 and len({*a[2:], *b[2:]}) == 4]

@@ -79,7 +79,8 @@ def draw_new(rng: random.Random, numbers: int | None = None) -> Sum:
 
 
 def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
-    """Returns held-out problems, all different."""
+    """Returns `count` different problems that are held out of training, each with `numbers` numbers; the same at every
+    call with these arguments."""
     rng, found = random.Random(f"sums {numbers} {seed}"), dict[str, Sum]()
     while len(found) < count:
         problem = draw(numbers, rng)

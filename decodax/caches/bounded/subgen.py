@@ -295,7 +295,6 @@ class SubGenConfig(KVConfig):
         return jax.random.fold_in(jax.random.key(self.seed), layer)
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> SubGenCache:
-        """Returns an empty cache."""
         slots = whole_blocks(self.slots)
         C, zeros = self.clusters, lambda *rest, of=jnp.float32: jnp.zeros((batch, *rest), of)
         sketches = tuple(Sketch(

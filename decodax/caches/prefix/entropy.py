@@ -49,14 +49,15 @@ def from_16_bits(stored: np.ndarray) -> np.ndarray:
 
 
 def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes `C` streams of `T` symbols.
+    """Encodes `C` streams of `T` symbols each by asymmetric numeral systems.
 
     Args:
-        symbols: `[T, C]`, the symbols.
-        share: `[C, count]`, their `frequencies`.
+        symbols: `[T, C]`, the symbols, from 0 to `count - 1`.
+        share: `[C, count]`, the frequency of each symbol in each stream, from `frequencies`.
 
     Returns:
-        States `u32[C]` and words `u16[n]`, the code that `decoded` takes.
+        The final state of the coder of each stream, `u32[C]`, and the coded words of all streams, `u16[n]`: the first
+        two arguments of `decoded`.
     """
     T, C = symbols.shape
     each, begin = np.arange(C), np.cumsum(share, 1) - share
@@ -72,6 +73,11 @@ def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def decoded(state: np.ndarray, words: np.ndarray, share: np.ndarray, length: int) -> np.ndarray:
     """Inverts `encoded`, and returns symbols `i64[length, C]`.
+
+    Args:
+        state, words: the results of `encoded`.
+        share: its argument.
+        length: number of symbols of a stream.
 
     Raises:
         ValueError: there are too few words, or too many.

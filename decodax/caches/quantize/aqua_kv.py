@@ -76,7 +76,7 @@ class HIGGS:
     """Quantizes pairs of numbers to the nearest points of a grid, after a Hadamard transform.
 
     Attributes:
-        grid: `f32[N, 2]`; `N` is a power of two up to 256.
+        grid: `f32[N, 2]`, the `N` points; `N` is a power of two up to 256.
         most: maximum number of channels that are transformed together.
     """
 

@@ -105,16 +105,16 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> PyTree:
-        """Encodes the keys and values of one layer of one row.
+        """Encodes the keys and values of consecutive tokens in one layer of one row.
 
         Args:
-            shape: shape of the layer.
-            kv: `f[G, n, d + e]`; `n` is a multiple of `unit`.
-            span: position and layer of the tokens.
+            shape: shape of the layer, with `G` heads and widths `d` of keys and `e` of values.
+            kv: `f[G, n, d + e]`, the key and then the value of each of `n` tokens; `n` is a multiple of `unit`.
+            span: position and layer of the tokens; may be None unless `needs_positions`.
 
         Returns:
-            A pytree of arrays `[G, n * c, ...]`, where `c` may differ between arrays; the first axis is 1 if all heads
-            are encoded together.
+            A pytree of arrays `[G, n * c, ...]` with `c` entries for each token, such as 1, or `1 / unit` for one entry
+            in a unit; `c` may differ between arrays. The first axis is 1 if all heads are encoded together.
         """
 
     @abc.abstractmethod
@@ -125,7 +125,7 @@ class Codec(abc.ABC):
             shape: shape of the layer.
             codes: the codes, a result of `encode`.
             dtype: dtype of the result.
-            span: position and layer of the tokens; None unless `needs_positions`.
+            span: position and layer of the tokens; may be None unless `needs_positions`.
         """
 
     def below(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span) -> PyTree:

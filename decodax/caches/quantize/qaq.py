@@ -151,10 +151,11 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 @struct
 class QAQCache(Tail, PromptPhase):
-    """A prompt in pools, and the tokens after it.
+    """A cache with the keys and values of the prompt in pools of codes of different widths, and those of later tokens
+    unquantized.
 
     Attributes:
-        pools: for each layer a pool of keys and one of values.
+        pools: for each layer a `Pool` of keys and one of values.
         start: `i32[B]`, number of prefilled tokens.
         kv, length, given, size, shapes, kind: see `Tail`.
     """
@@ -299,7 +300,6 @@ class QAQConfig(FittedConfig):
         return frozenset(("sliding windows", "soft caps", "biases"))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> QAQCache:
-        """Returns an empty cache."""
         zeros = lambda *dims, of=dtype: jnp.zeros((batch, *dims), of)
         slots = whole_blocks(size, BLOCK)
 

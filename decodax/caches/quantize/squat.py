@@ -98,7 +98,7 @@ class SQuatCodec(Codec):
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[Array]:
-        """Returns the matrix of the loss for each layer, `f32[B, G, d, d]`."""
+        """Returns for each layer the matrix `M` of the quantization loss, `f32[B, G, d, d]`; see `weighing`."""
         return [self.weighing(own) for own in gathered]
 
     def weighing(self, products: Array) -> Array:

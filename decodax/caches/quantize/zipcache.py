@@ -364,7 +364,6 @@ class ZipCacheConfig(KVConfig):
         return frozenset(("sliding windows", "soft caps", "biases"))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> ZipCacheCache:
-        """Returns an empty cache."""
         times = size // self.stream_gap + 1
         salient, low = self.each(size)
         # the share of salient tokens is rounded in each group

@@ -206,7 +206,15 @@ class PageConfig(SparseConfig):
         return -(-size // self.page_size) * self.page_size
 
     def digests(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any) -> tuple[Array, ...]:
-        """Returns the empty digests of all layers."""
+        """Returns zeros for the digests (summaries, see `PageScore.digest`) of all pages: for each layer `f[B, G, size
+        / page_size, m]`.
+
+        Args:
+            shapes: shape of each layer.
+            batch: number of rows.
+            size: maximum number of tokens of a text, a multiple of `page_size`.
+            dtype: dtype of keys.
+        """
         found = []
         for shape in shapes:
             one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page_size, shape.width), dtype))

@@ -99,14 +99,14 @@ class RecycledAttentionCache(SparseCache):
                  "Xu et al. 2024", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class RecycledAttentionConfig(SparseConfig):
-    """Keeps all tokens; one query in `stride` attends to all of them, and the others to the tokens that it attended to
-    most.
+    """Keeps all tokens; one query in `stride` attends to all of them, and the queries until the next such one to the
+    tokens that got most of its attention, and to newer ones.
 
     It saves the time of attention to long texts, not memory. Example: `cache="recycled-attention:budget=1024"`.
 
     Attributes:
-        budget: number of tokens that each key head records.
-        stride: number of tokens between two that attend to all tokens.
+        budget: number of tokens that each key head records, newer ones not counted.
+        stride: a query attends to all tokens every `stride` tokens.
     """
 
     budget: Count = 4096

@@ -79,7 +79,8 @@ class RereadEntry(KVEntry):
 
 @struct
 class RetroAttentionCache(PageCache):
-    """Pages with digests, and the partial results of attention of the latest tokens.
+    """Pages with digests, and the partial results of attention of the latest tokens. `w` is the option `window`, `n`
+    the number of pages that a token chooses. Rows and steps are those of the module's docstring.
 
     Attributes:
         found: for each layer `f32[B, H, (w - 1) (w - 1), e + 1]`: the partial result of row `v` at the step of the

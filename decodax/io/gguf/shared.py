@@ -37,12 +37,24 @@ def routed(m: Metadata) -> dict[str, Any]:
 
 
 def depth(m: Metadata, c: dict[str, Any]) -> dict[str, int]:
-    """Returns the number of layers without those that predict further tokens."""
+    """Returns `num_hidden_layers`, the number of layers without those that predict further tokens, as an entry of
+    `config.json`.
+
+    Args:
+        m: metadata of the GGUF file.
+        c: the entries of `config.json` known so far, of which `num_hidden_layers` counts all layers.
+    """
     return {"num_hidden_layers": c["num_hidden_layers"] - m.count("nextn_predict_layers", 0, 0)}
 
 
 def scaled(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    """Returns Granite's factors."""
+    """Returns the factors of Granite models by their names in `config.json`: those of embeddings, residuals, attention
+    scores and logits.
+
+    Args:
+        m: metadata of the GGUF file.
+        c: the entries of `config.json` known so far, of which `head_dim` is used.
+    """
     return {"embedding_multiplier": m.get("embedding_scale", 1.0), "residual_multiplier": m.get("residual_scale", 1.0),
             "attention_multiplier": m.get("attention.scale", c["head_dim"] ** -0.5),
             "logits_scaling": m.get("logit_scale", 1.0)}

@@ -11,7 +11,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Splitting:
-    """A rule.
+    """A rule by which a byte-level BPE tokenizer splits a text into pieces before it merges their bytes to tokens.
 
     Attributes:
         patterns: regular expressions whose matches, and what lies between them, are pieces.

@@ -48,7 +48,7 @@ def taps(x: np.ndarray, config: DecoderConfig) -> np.ndarray:
 
 
 def rates(x: np.ndarray, config: DecoderConfig) -> np.ndarray:
-    """Returns `A_log` from `-exp(A_log)`."""
+    """Returns the weights `A_log` of a recurrence from the numbers `x` of a file, which are `-exp(A_log)`."""
     return np.log(-x)
 
 
@@ -90,7 +90,8 @@ def expanded(x: np.ndarray, config: DecoderConfig) -> np.ndarray:
 
 
 def of_heads(values: bool) -> Order:
-    """Returns the rows of keys, or of the values that follow those of each head, where one tensor has both."""
+    """Returns the order of rows for a tensor of multi-head latent attention in which each head has the rows of its keys
+    and then those of its values. The order takes the keys' rows of all heads, or those of the values if `values`."""
     def order(config: DecoderConfig, layer: Layer) -> np.ndarray:
         assert layer.latent is not None
         keys = config.head_dim - layer.latent.shared(layer.rope)

@@ -91,7 +91,8 @@ class Vocabulary:
                 self.kinds[i] = CONTROL
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns an entry under `tokenizer.ggml`, checked for its type."""
+        """Returns the entry `tokenizer.ggml.{key}` of the file's metadata, checked for its type; `default` if there is
+        none."""
         found: Any = self.file.metadata.get(f"tokenizer.ggml.{key}")
         if found is None:
             return default

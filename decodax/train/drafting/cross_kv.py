@@ -143,8 +143,10 @@ def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens:
     """Runs a head on all tokens of texts at once, as it would run while drafting. Returns its logits `f32[B, T, V]` and
     hidden states `f[B, T, D]` at every token, which predict the token after it.
 
-    The delay `1 + j` at a token gives what drafting computes there if the token is the `j`-th draft of a round (0: the
-    newest verified token), so that the target's keys of the drafts before it do not exist yet.
+    The delay `1 + j` at a token gives what drafting computes there if the token is the `j`-th draft of a round (`j =
+    0`: the newest verified token). The target has not processed the round's tokens yet: its keys of this token, of the
+    drafts before it and of the newest verified token do not exist. A token without any key of the target gets 0 from
+    attention to them. The head's own keys have no delay.
 
     Args:
         target: the target's network.
@@ -152,10 +154,10 @@ def delayed(target: Any, head: CrossKVHead, params: Tree, weights: Tree, tokens:
         params: the head's weights.
         weights: the target's weights.
         tokens: `i32[B, T]`.
-        positions: `i32[B, T]`, their positions; windows are counted in tokens.
-        entries: the target's keys and values; see `target_keys`.
-        delays: `i32[B, T]`; each token attends to the target's keys of tokens that are at least this many
-            before it.
+        positions: `i32[B, T]`, positions of the tokens for position embeddings. Sliding windows and delays count
+            tokens, not positions.
+        entries: the target's keys and values of the texts, from `target_keys`.
+        delays: `i32[B, T]`; each token attends to the target's keys of tokens that are at least this many before it.
     """
     at = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     before = at[:, None] - at

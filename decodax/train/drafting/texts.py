@@ -71,7 +71,13 @@ def examples(lm: Any, files: Sequence[str]) -> Text:
 
 
 def packed(lm: Any, documents: list[corpus.Document]) -> np.ndarray:
-    """Returns the documents as one stream of the target's tokens, with its end of text between them."""
+    """Returns the tokens of all documents, in the target's tokenizer, as one stream `i32[N]`. The target's end-of-text
+    token (0 if it has none) precedes each document and ends the stream.
+
+    Args:
+        lm: the target.
+        documents: the documents.
+    """
     if (Path(lm.directory or "") / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_file(str(Path(lm.directory) / "tokenizer.json"))
         if tokenizer.token_to_id(corpus.END_OF_TEXT) is not None:

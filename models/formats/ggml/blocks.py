@@ -60,7 +60,7 @@ class GgmlBlocks(Packed):
 
     @property
     def group(self) -> int:
-        """Number of inputs of a block."""
+        """Number of consecutive inputs in a block, which share a scale."""
         return self.codes.shape[-1 if self.by_group else -2] * self._parts
 
     def values(self, dtype: Any) -> Array:
@@ -202,10 +202,10 @@ def _multiplied(kernel: GgmlBlocks, x: Array, dtype: Any, sums: bool) -> Array:
 
 @struct
 class ShiftedGroups(AroundKernel):
-    """A kernel of codes and scales, plus a number for each group of inputs.
+    """A kernel of codes and scales, plus a number for each output and group of `K // groups` consecutive inputs.
 
     Attributes:
-        kernel: the codes and scales.
+        kernel: the codes and scales, with `N` outputs and `K` inputs.
         shifts: `f32[..., N, groups]`, added to each weight of a group.
     """
 

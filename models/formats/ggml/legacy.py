@@ -42,7 +42,13 @@ def pack(kind: str, w: Array) -> GgmlBlocks:
 
 
 def unpack(kind: str, raw: np.ndarray, by_group: bool = False) -> GgmlBlocks:
-    """Returns the kernel of a file's blocks, `u8[N, G, bytes]`, with NumPy arrays; `by_group` as in `GgmlBlocks`."""
+    """Returns the kernel that a file's blocks encode, with NumPy arrays as fields.
+
+    Args:
+        kind: a key of `BITS`.
+        raw: `u8[N, G, bytes]`, the bytes of `G` blocks of inputs for each of `N` outputs.
+        by_group: the order of the codes, as in `GgmlBlocks`.
+    """
     starts = 4 if kind.endswith("_1") else 2
     head = np.ascontiguousarray(raw[..., :starts]).view(np.float16)
     more: dict[str, object] = dict(minima=np.ascontiguousarray(head[..., 1])) if starts == 4 else {}

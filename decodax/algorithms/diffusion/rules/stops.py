@@ -20,8 +20,8 @@ def ends(view: View, tokens: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class EndOfText(Stop):
-    """Stop rule that ends the text after the first end-of-sequence token, as soon as no undecided position is before
-    it. The tokens after it are dropped."""
+    """Stop rule that ends the text after its first decided end-of-sequence token, as soon as all positions before it
+    are decided. That token is kept; those after it are dropped."""
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
         clean = jnp.cumprod(~after.open | ~after.inside, 1).astype(bool)

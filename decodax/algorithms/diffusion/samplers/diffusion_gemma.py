@@ -64,11 +64,12 @@ class Renoise(Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Stable(Stop):
-    """Early stop if the likeliest tokens are the same as in the `times` steps before and their mean entropy is below
-    `entropy` nats.
+    """Early stop of a row's canvas in a step if the likeliest token of each open position is the same as in each of the
+    `times` steps before, and the mean entropy of the model's distributions at these positions is below `entropy` nats.
 
-    This is the rule of transformers; google-deepmind/gemma compares with the tokens on the canvas, noise included. The
-    memory is the likeliest tokens of these steps, `i32[B, times, W]`.
+    This is the rule of transformers; google-deepmind/gemma compares them with the tokens on the canvas, noise included.
+    The memory is the likeliest tokens of the `times` steps before, `i32[B, times, W]`. The first `times` steps never
+    stop.
     """
 
     entropy: float = 0.005

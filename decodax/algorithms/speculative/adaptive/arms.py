@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
-from decodax.algorithms.speculative.adaptive.later import MOST, nothing_untold, told, with_round
+from decodax.algorithms.speculative.adaptive.later import MOST, after_reading, empty_unread, with_round
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
@@ -151,7 +151,7 @@ class Adaptive(LearnsFromPrompt, Varies):
         states = [next(arm for arm in self.arms if arm.draft == draft).drafter.init(self._own(params, draft), s)
                   for draft in self.drafts]
         return (self.controller.init(self.known, s.batch), tuple(states), tuple(self._papers(s.batch)),
-                nothing_untold(self._forms(params, s), s.batch))
+                empty_unread(self._forms(params, s), s.batch))
 
     def _forms(self, params: Params, s: State) -> tuple[Any, ...]:
         """Returns zeros in the form of what each of the `deferred` drafts reads of the target's output."""
@@ -161,10 +161,10 @@ class Adaptive(LearnsFromPrompt, Varies):
         arm = self.controller.choose(self.known, s.algo[0], s)
         if not self.deferred:
             return arm
-        untold = jnp.where(s.running, s.algo[3].count, 0).max()
-        due = (untold > 0) & (arm != self.arms.index(NOTHING))
+        unread = jnp.where(s.running, s.algo[3].count, 0).max()
+        due = (unread > 0) & (arm != self.arms.index(NOTHING))
         if not all(self.drafts[i].takes_gaps for i in self.deferred):
-            due |= untold >= MOST
+            due |= unread >= MOST
         return jnp.where(due, len(self.arms), arm)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
@@ -175,7 +175,7 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     @property
     def _first(self) -> _Arm:
-        """The rounds of the first arm, for a caller that does not choose; they leave no draft untold."""
+        """The rounds of the first arm, for a caller that does not choose; no draft reads their output later."""
         return self.variants[-1 if self.deferred and self.arms[0] == NOTHING else 0]
 
     @property
@@ -208,10 +208,11 @@ class Adaptive(LearnsFromPrompt, Varies):
         return tuple(x if i in later else self._drafter(i).observe(self._own(params, self.drafts[i]), s, window, out,
                                                                    decision, x) for i, x in enumerate(states))
 
-    def _tell_later(self, params: Params, s: State, out: Out, untold: Any, states: Any) -> Any:
+    def _tell_later(self, params: Params, s: State, out: Out, unread: Any, states: Any) -> Any:
         """Returns the states of the drafts, after drafts that read rounds later have read the rounds so far."""
         forms = self._forms(params, s)
-        new = {i: told(untold, n, forms[n], self._drafter(i), self._own(params, self.drafts[i]), s, out, states[i])
+        new = {i: after_reading(unread, n, forms[n], self._drafter(i), self._own(params, self.drafts[i]), s, out,
+                                states[i])
                for n, i in enumerate(self.deferred)}
         return tuple(new.get(i, x) for i, x in enumerate(states))
 
@@ -249,14 +250,14 @@ class _Arm(Around):
         return ()
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        control, states, papers, untold = s.algo
+        control, states, papers, unread = s.algo
         own = self.adaptive.drafts.index(self.arm.draft)
         window, (state, tree) = self.arm.propose(self.adaptive._own(params, self.arm.draft), policy,
                                                  s.replace(algo=(states[own], None)))
         if self.arm == NOTHING:
             papers = tuple(self._renew(i, params, policy, s, paper)
                            for i, paper in zip(self.adaptive.free, papers, strict=True))
-        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states)), papers, untold), tree)
+        return window, ((control, tuple(state if i == own else x for i, x in enumerate(states)), papers, unread), tree)
 
     def _renew(self, index: int, params: Params, policy: Any, s: State, paper: Paper) -> Paper:
         arm, K = self.adaptive.arms[index], paper.tokens.shape[1]
@@ -288,7 +289,7 @@ class _Arm(Around):
         return control, tuple(renewed)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        (control, states, papers, untold), tree = algo
+        (control, states, papers, unread), tree = algo
         d = self.arm.judge(dist, s, window, out, tree)
         assert d.accepted is not None
         depth, running = jnp.arange(1, self.traits.emits), s.running[:, None]
@@ -297,15 +298,15 @@ class _Arm(Around):
             tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.traits.emits),
             held=running & (depth <= d.accepted[:, None]))
         if self.tells:
-            states = self.adaptive._tell_later(params, s, out, untold, states)
-            untold = untold.replace(count=jnp.zeros_like(untold.count))
+            states = self.adaptive._tell_later(params, s, out, unread, states)
+            unread = unread.replace(count=jnp.zeros_like(unread.count))
         later = self.adaptive.deferred if self.arm == NOTHING and not self.tells else ()
         states = self.adaptive._tell(params, s, window, out, d, states, later)
-        untold = with_round(untold, self.adaptive._forms(params, s), s, out) if later else untold
+        unread = with_round(unread, self.adaptive._forms(params, s), s, out) if later else unread
         if not self.tells:      # a round that was not chosen for what it does
             control = self.adaptive.controller.update(self.adaptive.known, control, seen)
         control, papers = self._compare(control, papers, s, d, seen)
-        return d.replace(algo=(control, states, papers, untold))
+        return d.replace(algo=(control, states, papers, unread))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -48,8 +48,8 @@ class Rates(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Automatic(Controller):
-    """Chooses the arm with which the batch would finish first, from measured costs and from the acceptance observed for
-    each row and depth.
+    """Chooses the arm (a draft length, or no drafts) with which the batch would finish first, from measured costs and
+    from the acceptance observed for each row and depth.
 
     With an arm of length K, a row gains 1 + sum over k = 1 .. K of the product of the first k acceptance rates in a
     round, and the batch takes as many rounds as its slowest row. So drafts that help only one row are not made at the
@@ -57,9 +57,9 @@ class Automatic(Controller):
     second.
 
     Drafts that can be compared without a forward pass (`Arms.on_paper`) are used once the comparison shows that they
-    would be accepted. Others are used until they fail, if they would pay with an acceptance of `HOLD`. Otherwise they
-    are probed with growing intervals, so that probes take the share `probing` of the time, but at least every
-    `patience` rounds.
+    would be accepted. Others are used until they fail, if they would pay with the acceptance rate `HOLD`. Otherwise
+    they are probed (used for a round) with growing intervals, so that probes take the share `probing` of the time, but
+    at least every `patience` rounds.
 
     Attributes:
         costs: duration of a round of each arm, in seconds or any other unit, from `measure` for the batch size.

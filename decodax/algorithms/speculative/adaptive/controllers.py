@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Arms:
-    """The arms from which a controller chooses.
+    """The arms (ways to draft, or none) from which a controller chooses in each round.
 
     Attributes:
         lengths: largest number of drafts on a path of each arm.
@@ -40,12 +40,12 @@ class Arms:
 
 @struct
 class RoundOutcome(Struct):
-    """The result of a round, for a controller.
+    """The result of a round, for a controller that chooses one of several arms (ways to draft) in each round.
 
     Attributes:
         arm: index of the arm of the round. Each arm has a program of its own, so this is a Python integer.
         running: `bool[B]`, rows that took part.
-        tokens: `i32[B]`, number of decided tokens.
+        tokens: `i32[B]`, number of new tokens.
         accepted: `i32[B]`, number of accepted drafts.
         tried: `bool[B, K]`, True if all drafts before depth 1 .. K were accepted; False in rows that are not running.
         held: `bool[B, K]`, True if the draft at this depth was accepted, too; False if the row had no draft there.

@@ -1,4 +1,4 @@
-"""Tells trained heads of rounds of plain decoding later, several rounds at once, or not at all.
+"""Lets trained heads read the target's output of plain decoding later, several rounds at once, or not at all.
 
 A head computes its keys and values from the target's hidden states of all verified tokens. While no drafts pay, a pass
 of the head in each round would make plain decoding slower. So what heads read of the target's output is stored, and a
@@ -27,13 +27,13 @@ MOST = 32
 
 
 @struct
-class Untold(Struct):
-    """A buffer of the target's hidden states at the last tokens of each row, up to `MOST` of them, that some drafts
-    have not read yet (because the rounds were plain decoding).
+class Unread(Struct):
+    """A buffer of the target's output at the last tokens of each row, up to `MOST` of them, that some drafts have not
+    read yet (because the rounds were plain decoding).
 
     Attributes:
-        read: for each of these drafts, `f[B, MOST, D]`, hidden states and outputs of layers concatenated, as
-            `Drafter.unread` describes. That of the token at position `p` is at index `p % MOST`.
+        read: for each of these drafts, `f[B, MOST, F]`, the hidden states and layer outputs that it reads
+            (`Drafter.unread`), concatenated. That of the token at position `p` is at index `p % MOST`.
         start: `i32[B]`, position of the first stored token.
         count: `i32[B]`, number of stored tokens.
     """
@@ -43,20 +43,32 @@ class Untold(Struct):
     count: Array
 
 
-def nothing_untold(forms: tuple[Any, ...], batch: int) -> Untold:
-    """Returns an empty buffer. `forms` has, for each draft that reads it later, the arrays that `Drafter.unread`
-    returned; `batch` is the number of rows."""
+def empty_unread(forms: tuple[Any, ...], batch: int) -> Unread:
+    """Returns a buffer without tokens.
+
+    Args:
+        forms: for each draft that reads from the buffer, the arrays that `Drafter.unread` returned, which have the
+            shapes and dtypes of what it reads for one token.
+        batch: number of rows.
+    """
     one = lambda form: jnp.concatenate(jax.tree.leaves(form), -1)
-    return Untold(read=tuple(jnp.repeat(one(form), MOST, 1) for form in forms), start=jnp.zeros(batch, jnp.int32),
+    return Unread(read=tuple(jnp.repeat(one(form), MOST, 1) for form in forms), start=jnp.zeros(batch, jnp.int32),
                   count=jnp.zeros(batch, jnp.int32))
 
 
-def with_round(untold: Untold, forms: tuple[Any, ...], s: State, out: Out) -> Untold:
-    """Returns the buffer with the output for the newest tokens, after a round of plain decoding. `forms` are the
-    results of `Drafter.unread`, and `s` is the state before the round. In a full buffer the oldest token makes room."""
+def with_round(unread: Unread, forms: tuple[Any, ...], s: State, out: Out) -> Unread:
+    """Returns the buffer with the target's output for the newest token of each row, after a round of plain decoding. In
+    a full buffer the oldest token makes room.
+
+    Args:
+        unread: the buffer.
+        forms: see `empty_unread`.
+        s: the state before the round.
+        out: the target's output in the round.
+    """
     at = s.length - 1
-    count = jnp.clip(at - untold.start, 0, untold.count)        # of a row whose text was cut the rest is dropped
-    start = jnp.where(count == 0, at, untold.start)
+    count = jnp.clip(at - unread.start, 0, unread.count)        # of a row whose text was cut the rest is dropped
+    start = jnp.where(count == 0, at, unread.start)
     slot = jnp.where(s.running, at % MOST, MOST)
     rows = jnp.arange(s.batch, dtype=jnp.int32)
 
@@ -70,14 +82,15 @@ def with_round(untold: Untold, forms: tuple[Any, ...], s: State, out: Out) -> Un
                                        mode="drop")
 
     lost = s.running & (count == MOST)
-    return Untold(read=tuple(map(put, untold.read, forms)), start=start + lost, count=count + s.running - lost)
+    return Unread(read=tuple(map(put, unread.read, forms)), start=start + lost, count=count + s.running - lost)
 
 
-def told(untold: Untold, index: int, form: Any, drafter: Any, params: Params, s: State, out: Out, state: Any) -> Any:
+def after_reading(unread: Unread, index: int, form: Any, drafter: Any, params: Params, s: State, out: Out,
+                  state: Any) -> Any:
     """Returns the state of a draft after it has read its part of the buffer.
 
     Args:
-        untold: the buffer.
+        unread: the buffer.
         index: index of its part.
         form: the result of its `Drafter.unread`.
         drafter: the draft.
@@ -88,11 +101,11 @@ def told(untold: Untold, index: int, form: Any, drafter: Any, params: Params, s:
     """
     leaves, structure = jax.tree.flatten(form)
     order = jnp.arange(MOST, dtype=jnp.int32)
-    positions = untold.start[:, None] + order
-    held = jnp.take_along_axis(untold.read[index], (positions % MOST)[:, :, None], 1)
+    positions = unread.start[:, None] + order
+    held = jnp.take_along_axis(unread.read[index], (positions % MOST)[:, :, None], 1)
     ends = np.cumsum([x.shape[-1] for x in leaves])[:-1].tolist()
     hidden, layers = jax.tree.unflatten(structure, jnp.split(held, ends, -1))
-    live = (order < untold.count[:, None]) & (positions < s.length[:, None] - 1) & s.running[:, None]
+    live = (order < unread.count[:, None]) & (positions < s.length[:, None] - 1) & s.running[:, None]
     tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
     past = dataclasses.replace(out, hidden=hidden, layers=layers, entries=())
-    return drafter.observe(params, s, causal(tokens, untold.start, live), past, None, state)
+    return drafter.observe(params, s, causal(tokens, unread.start, live), past, None, state)

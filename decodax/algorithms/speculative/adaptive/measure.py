@@ -122,10 +122,10 @@ def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch:
 @ALGORITHMS.register("automatic", "Draft length by measured cost and acceptance", "", family="speculative-theory",
                      needs="a model", guarantee="seed-exact")
 def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[Count, ...] = (2, 4, 7), batch: Count = 1) -> Adaptive:
-    """Drafts chains of the length that pays on this machine, or none, by measured costs and the acceptance in the text.
+    """Drafts chains of the length that pays on this machine, or none, by measured costs and acceptance rates.
 
-    For use if you do not know what pays: it never costs much more than plain decoding. Creating it measures the model,
-    which takes seconds.
+    For use if you do not know what pays: it never costs much more than plain decoding. The length is chosen in each
+    round, for all rows of the batch. Creating it measures the model, which takes seconds.
 
     Args:
         lm: the target.

@@ -23,15 +23,18 @@ from decodax.common.registry import ALGORITHMS
                      guarantee="approximate")
 def blockwise_parallel(lm: Any, draft: Any = None, length: Count | None = None, minimum: Count = 1,
                        verify: Verifier | None = None) -> Speculative:
-    """Drafts a block of tokens with one head for each, and accepts the longest part that is the target's choice.
+    """Drafts a block of tokens with one head for each, and accepts its longest prefix that is the target's choice.
 
-    Greedy rows get exactly the tokens of greedy decoding. Rows with a temperature also get the most likely tokens.
+    With the default options, greedy rows get exactly the tokens of greedy decoding, and rows with a temperature also
+    get the most likely tokens.
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
-        length: number of drafts in a round; None: one for each head.
-        minimum: smallest number of tokens of a round; above 1, guesses that the target rejects are kept.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target. A ValueError is raised if
+            there is none.
+        length: number of drafts in a round, at most one for each head; None: one for each.
+        minimum: smallest number of tokens of a round, the target's own included; above 1, guesses that the target
+            rejects are kept.
         verify: the rule that accepts drafts; None: the most likely token (`dx.verify.Greedy()`). The paper's others are
             `dx.verify.TopKAcceptance(k)` and `dx.verify.Distance(epsilon)`.
     """

@@ -97,9 +97,12 @@ def residual(left: Array, p: Array) -> Array:
 
 
 def certain(p: Array, tokens: Array, children: Array, u: Array) -> tuple[Array, Array, Array]:
-    """Tests deterministic children, for which q is None (see `SiblingVerifier.siblings`): each is accepted with its
-    probability in what earlier children have left of p. In total, one is accepted with the sum of p over the children;
-    no rule that keeps p accepts more often."""
+    """Tests the children of a tree node that were chosen and not drawn (so that there is no distribution q). Each is
+    accepted with its share of the target's probabilities p that earlier children have left. In total, one is accepted
+    with the sum of p over the children; no rule that keeps p accepts more often.
+
+    For the arguments and the results see `SiblingVerifier.siblings`.
+    """
     n = jnp.arange(tokens.shape[0])
     again = ((tokens[:, None] == tokens) & children & (n < n[:, None])).any(-1)
     chance = jnp.where(children & ~again, p[tokens], 0)
