@@ -72,8 +72,8 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
                                       for j in range(which.shape[1])), out)
 
 
-def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array | Packed], inner: tuple[Array, ...], glu: Glu,
-               on_input: bool) -> Array:
+def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array | Packed], inner: tuple[Array, ...],
+               glu: Glu, on_input: bool) -> Array:
     """Computes `mix` without the last biases, each device its part. `kernels` are gate, if there is one, up and down.
     """
     E, rows = kernels[0].shape[0], PartitionSpec(DATA)

@@ -217,8 +217,8 @@ def layout(packed: Packed, table: bool, spec: PartitionSpec, sizes: dict[str, in
     """
     *above, inputs, outputs = spec[::-1] if table else spec
     made = packed.specs(outputs, inputs, sizes)
-    inner = next((axis for axis in (inputs, outputs) if axis is not None), None)
-    apart = above and above[0] is not None and (inner is None or packed.divides(sizes[inner]))
+    parts = max(1 if axis is None else sizes[axis] for axis in (inputs, outputs))
+    apart = above and above[0] is not None and (parts == 1 or packed.divides(parts))
     return by_expert(made, above[0]) if apart else made
 
 
