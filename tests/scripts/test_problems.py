@@ -90,3 +90,11 @@ def test_the_tokenizer_agrees_with_the_fast_encoding_and_refuses_other_texts():
 def test_bad_arguments_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         problems.problems(*given)
+
+
+def test_too_many_problems_are_refused() -> None:
+    from decodax.bench.problems import numerals
+
+    assert len(set(numerals.problems(58, digits=3))) == 58
+    with pytest.raises(ValueError, match=r"^count: got 60, but there are only 58 such problems"):
+        numerals.problems(60, digits=3)

@@ -22,6 +22,8 @@ import zlib
 
 import numpy as np
 
+from decodax.bench.problems.distinct import distinct
+
 END, PAD, BARRIER = "<|end|>", "<|pad|>", "<|barrier|>"
 SMALL = ("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
          "eighteen nineteen").split()
@@ -83,16 +85,20 @@ def problems(count: int, seed: int = 0, digits: int | None = None) -> list[int]:
     call with these arguments; a larger `count` only appends numbers.
 
     Args:
-        count: how many. With few `digits` there may be too few such numbers, and the call does not end.
+        count: how many.
         seed: seed of the draw.
         digits: number of their digits, 3 to 9; None: drawn for each number.
+
+    Raises:
+        ValueError: there are fewer such numbers.
     """
-    rng, found = random.Random(f"numerals {digits} {seed}"), dict[int, None]()
-    while len(found) < count:
+    rng = random.Random(f"numerals {digits} {seed}")
+
+    def one() -> int | None:
         number = draw(rng)
-        if held_out(number) and digits in (None, len(str(number))):
-            found[number] = None
-    return list(found)
+        return number if held_out(number) and digits in (None, len(str(number))) else None
+
+    return distinct(count, one, lambda number: number)
 
 
 words = lambda text: [ID[f" {word}"] for word in text.split()]

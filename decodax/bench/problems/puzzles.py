@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from decodax.bench.problems.distinct import distinct
 from decodax.train.masked_diffusion import Batch
 
 SYMBOLS = "ABCDEFGHIJKLMNOP"
@@ -94,13 +95,8 @@ def problems(task: str, count: int, seed: int = 0, held: bool = True) -> list[Pr
     """
     if task not in TASKS:
         raise ValueError(f"task: got {task!r}, takes one of {', '.join(TASKS)}")
-    if count < 1:
-        raise ValueError(f"count: got {count}, takes at least 1")
-    rng, found = random.Random(f"{seed}:{task}:{held}"), dict[str, Problem]()
-    while len(found) < count:
-        problem = draw(task, rng, held)
-        found.setdefault(problem.prompt, problem)
-    return list(found.values())
+    rng = random.Random(f"{seed}:{task}:{held}")
+    return distinct(count, lambda: draw(task, rng, held), lambda problem: problem.prompt)
 
 
 def vocabulary() -> list[str]:

@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decodax.bench.problems.distinct import distinct
+
 END, PAD = "<|end|>", "<|pad|>"
 VOCABULARY = [PAD, END, *"0123456789+-*=\n"]
 ID = {word: i for i, word in enumerate(VOCABULARY)}
@@ -80,13 +82,18 @@ def draw_new(rng: random.Random, numbers: int | None = None) -> Sum:
 
 def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
     """Returns `count` different problems that are held out of training, each with `numbers` numbers; the same at every
-    call with these arguments."""
-    rng, found = random.Random(f"sums {numbers} {seed}"), dict[str, Sum]()
-    while len(found) < count:
+    call with these arguments.
+
+    Raises:
+        ValueError: there are fewer such problems.
+    """
+    rng = random.Random(f"sums {numbers} {seed}")
+
+    def one() -> Sum | None:
         problem = draw(numbers, rng)
-        if held_out(problem.prompt):
-            found[problem.prompt] = problem
-    return list(found.values())
+        return problem if held_out(problem.prompt) else None
+
+    return distinct(count, one, lambda problem: problem.prompt)
 
 
 def right_steps(problem: Sum, text: str) -> tuple[int, int]:
