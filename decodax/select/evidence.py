@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.common.quantiles import quantiles, transformed
 from decodax.common.registry import SELECTS
 from decodax.engine.methods import text_model
 from decodax.front.generate import generate
@@ -95,22 +96,22 @@ def calibrated(reward: Reward, references: Texts) -> Reward:
         others = list(references(prompt))
         if not others:
             raise ValueError("references: got none, takes one or more")
-        theirs = np.sort(np.asarray(reward(prompt, others), np.float64))
-        return np.searchsorted(theirs, np.asarray(reward(prompt, texts), np.float64), side="right") / len(theirs)
+        return quantiles(np.asarray(reward(prompt, texts), np.float64), np.asarray(reward(prompt, others), np.float64))
 
     return quantile
 
 
 @SELECTS.register("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
-                  "best of n by the reward's quantile among reference samples; the training of a policy on it is not "
-                  "included")
+                  "best of n by the reward's quantile among reference samples; `scripts/train.py grpo --calibrate` "
+                  "trains a model for it")
 @dataclasses.dataclass(frozen=True)
 class CalibratedBestOfN(SelectionRule):
     """Best-of-N by a calibrated and transformed reward (InfAlign-CTRL: Balashankar et al., 2024).
 
     With the quantile `C` of a candidate's reward among the references (`calibrated`), its score is `(exp(t C) - 1) /
-    t`. The same numbers serve as the reward in training. The choice itself depends neither on `t` nor on the scale of
-    the reward; of candidates that are better than all references, the first is chosen.
+    t`. The same numbers are the reward in training (`decodax.train.grpo.align`, `scripts/train.py grpo --calibrate`).
+    The choice itself depends neither on `t` nor on the scale of the reward; of candidates that are better than all
+    references, the first is chosen.
 
     Attributes:
         reward: scores texts.
@@ -127,4 +128,4 @@ class CalibratedBestOfN(SelectionRule):
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         c = np.asarray(calibrated(self.reward, self.references)(candidates.prompt, candidates.texts), np.float64)
-        return c if self.t == 0 else np.expm1(self.t * c) / self.t
+        return transformed(c, self.t)

@@ -1,4 +1,5 @@
-"""The loss of group-relative policy gradients (GRPO: Shao et al., 2024, "DeepSeekMath").
+"""The loss of group-relative policy gradients (GRPO: Shao et al., 2024, "DeepSeekMath"), and rewards for models that
+are used with best-of-N (InfAlign-CTRL: Balashankar et al., 2024).
 
 `scripts/train.py grpo` is a complete example: it samples with `decodax.generate` and the trainer's own arrays.
 """
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from decodax.common.quantiles import quantiles, transformed
 from decodax.models.adapters import apply
 
 Tree = Any
@@ -38,6 +40,27 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     """
     spread = rewards.std(1, keepdims=True)
     return ((rewards - rewards.mean(1, keepdims=True)) / np.where(spread > 0, spread, 1)).astype(np.float32)
+
+
+def align(rewards: np.ndarray, references: np.ndarray, t: float) -> np.ndarray:
+    """Returns rewards for the training of a model that is used with best-of-N (InfAlign-CTRL: Balashankar et al.,
+    2024): each is calibrated by its quantile among the rewards of samples of the first model, then transformed. Train
+    with a weight of the divergence from that model (`kl` of `loss`).
+
+    Args:
+        rewards: rewards of `G` answers to each of `P` prompts, `f[P, G]`.
+        references: rewards of `K` answers of the first model to the same prompts, `f[P, K]`.
+        t: strength of the transform `(exp(t c) - 1) / t`: above 0 for best-of-N, so that the best answers of a prompt
+            count most; below 0 for a model that is robust against the worst of N; 0: the quantiles themselves, for
+            single answers.
+
+    Returns:
+        `f64[P, G]`.
+
+    >>> align(np.array([[0.0, 1.0]]), np.array([[0.0, 0.5, 0.5, 1.0]]), 0.0).tolist()
+    [[0.25, 1.0]]
+    """
+    return transformed(np.stack([quantiles(own, others) for own, others in zip(rewards, references, strict=True)]), t)
 
 
 def logprobs(network: Any, weights: Tree, tokens: Array) -> Array:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
+from decodax.train.grpo import align
 from recipes import grpo
 from recipes.grpo import Trainer
 from recipes.options import GrpoOptions as Options
@@ -30,6 +31,29 @@ def test_ratios_are_one_and_later_steps_compile_nothing(lora):
     assert any((np.asarray(a) != b).any() for a, b in zip(jax.tree.leaves(trainer.trained), jax.tree.leaves(before),
                                                           strict=True))
     assert first.tokens > 4 * 4 * 3
+
+
+@pytest.mark.wide
+def test_calibrated_rewards_draw_from_the_first_model_and_compile_nothing_later():
+    trainer = Trainer(Options(**{**vars(SMALL), "calibrate": 4, "transform": 5.0, "kl": 0.05}))
+    trainer.step(0)
+    trainer.step(1)
+    with jax.no_tracing(True):
+        assert np.isfinite(trainer.step(2).off)
+
+
+def test_a_transform_needs_calibrated_rewards():
+    with pytest.raises(ValueError, match=r"^transform: got 5\.0 without --calibrate"):
+        Options(transform=5.0)
+
+
+def test_rewards_are_aligned_by_quantiles_of_the_first_model():
+    rewards, first = np.array([[0.2, 0.9], [1.0, 0.0]]), np.array([[0.0, 0.2, 0.5, 1.0], [0.1, 0.1, 0.2, 0.3]])
+    c = np.array([[0.5, 0.75], [1.0, 0.0]])
+    np.testing.assert_allclose(align(rewards, first, 0.0), c)
+    for t in (5.0, -5.0):       # the order and the ratios of differences are those of exp(t c)
+        made, wanted = align(rewards, first, t), np.exp(t * c) * np.sign(t)
+        np.testing.assert_allclose(np.diff(made.ravel()) / np.ptp(made), np.diff(wanted.ravel()) / np.ptp(wanted))
 
 
 @pytest.mark.full
