@@ -57,6 +57,17 @@ class Composed:
             model = part.wrap_model(model)
         return model
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        """Raises ValueError if this method cannot run with a model or its cache, or if its own parts do not fit each
+        other. It is called before anything is traced; by default each part is asked.
+
+        Args:
+            model: the target's network, as the method runs it (`wrap_model`).
+            cache: the target's cache.
+        """
+        for part in parts_of(self):
+            part.check_fit(model, cache)
+
     def _with(self, change: Any) -> Self:
         """Returns this method with each part replaced by `change(part)`."""
         one = lambda x: change(x) if isinstance(x, Composed) else x

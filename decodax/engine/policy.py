@@ -12,7 +12,7 @@ from decodax.common.arguments import MOST, id_rows, per_row, shown, wrong
 from decodax.constraints import matching as constraints
 from decodax.constraints.canvas import OnCanvas
 from decodax.constraints.transform import Closing, Constrained
-from decodax.core.algorithm import Algorithm, name_of
+from decodax.core.algorithm import Algorithm, name_of, refuse
 from decodax.engine.config import Config
 from decodax.engine.lengths import check_room
 from decodax.io.load import LM
@@ -23,6 +23,7 @@ from decodax.sampling.arithmetic import Arithmetic
 from decodax.sampling.base import Temperature
 from decodax.sampling.build import assemble
 from decodax.sampling.config import blaming, merge
+from decodax.sampling.guidance import check_guidance
 from decodax.sampling.neutral import asks_nothing
 
 
@@ -87,6 +88,8 @@ def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, end
     """
     if given:
         budget = np.full_like(budget, MOST)
+    if any(x is not None for x in asked):
+        refuse(method, "constraint")
     chain, eos = list(policy.transforms), np.asarray(policy.eos)
     at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
     if method.traits.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
@@ -155,15 +158,17 @@ def row_inputs(inputs: Any, count: int) -> Any:
     return arrays
 
 
-def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config
-              ) -> tuple[np.ndarray | None, list[list[int]] | None]:
+def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config,
+                inputs: Any, size: int) -> tuple[np.ndarray | None, list[list[int]] | None]:
     """Returns the guidance scale of each prompt and its negative prompt; None for no guidance, or for the default
-    negative prompts."""
+    negative prompts. `inputs` are the model's inputs beside tokens, or None; `size` is the capacity of the cache."""
     count = len(budget)
     scales = said.or_given("guidance_scale", scale, lambda name, x: per_row(name, x, count, np.float32, 1, "a number",
                                                                             np.isfinite))
     if scales is not None and (scales == 1).all():
         scales = None
+    if scales is not None:
+        check_guidance(method, lm.model, size, inputs)
     if negative is None:
         return scales, None
     if method.traits.canvas:

@@ -72,6 +72,7 @@ class Speculative(LearnsFromPrompt):
     def traits(self) -> Traits:
         emits = self.drafter.length + 1     # the newest token, and the drafts that hold
         return Traits(f"Speculative({type(self.draft).__name__})", emits, commits=emits, needs=self.drafter.cache_needs,
+                      window=1 + self.drafter.least_nodes,
                       guarantee=self.verify.guarantee if self.draft.exact else "approximate")
 
     @property
@@ -82,6 +83,11 @@ class Speculative(LearnsFromPrompt):
         if isinstance(draft, Source):
             return Grown(draft, self.shape)
         return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        self.drafter.check_fit(model, cache)
+        self.drafter.check_drawn(self.verify.drawn)
+        self.verify.check_draft(self.draft, self.drafter.proposes)
 
     def init(self, params: Params, s: State) -> Any:
         return self.drafter.init(params, s), None

@@ -17,6 +17,7 @@ from decodax.algorithms.speculative.contracts import answered
 from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
 from decodax.algorithms.speculative.nodes import Answer, Children, Level
 from decodax.algorithms.speculative.tree import Drawn, Probes, Proposal
+from decodax.algorithms.speculative.tree_shape import Shape, SharesBudget, distinct
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature
@@ -42,6 +43,16 @@ class Draft(Drafter, abc.ABC):
         def length(self) -> int: ...
 
     @property
+    def least_nodes(self) -> int:
+        """Smallest number of drafts and probes that a proposal has, padding included."""
+        return 1 if "trees" in self.proposes else self.length
+
+    @property
+    def remembers(self) -> bool:
+        """True if the draft carries a state from round to round: its class defines `init`."""
+        return type(self).init is not Drafter.init
+
+    @property
     def form(self) -> Shape | None:
         """The shape of the draft trees, if it is the same in each round and known; otherwise None."""
         return None
@@ -65,9 +76,13 @@ class Source(Drafter, abc.ABC):
     from this, static under jit.
 
     A `Shape` grows the tree. `observe` gets the state that the last `extend` (then `place`) returned.
+
+    Attributes:
+        knows_depth: True if the state is a `DepthState`, which `SparseTrees` takes.
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # the shape may need more
+    knows_depth: ClassVar[bool] = False
 
     @property
     def shape(self) -> Shape | None:
@@ -78,6 +93,9 @@ class Source(Drafter, abc.ABC):
     def longest(self) -> int | None:
         """Largest number of drafts on a path of the tree that the source can make; None: no limit."""
         return None
+
+    def check_chained(self) -> None:
+        """Raises ValueError if `extend` takes no level of several nodes that form a chain (`Level.chained`)."""
 
     @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
@@ -126,6 +144,9 @@ class SourceAround(AroundSource, Source):
     @property
     def longest(self) -> int | None:
         return self.source.longest
+
+    def check_chained(self) -> None:
+        self.source.check_chained()
 
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         source, answer = self.source.extend(params, s, state.source, level)
@@ -185,13 +206,6 @@ class Grower:
         draw. A shape that keeps or drops children by their own probability must use it, since those kept are no
         draws."""
         return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
-
-    def distinct(self, shape: Any) -> None:
-        """Raises ValueError if the verifier needs siblings that are drawn independently ("with replacement"). Called by
-        shapes whose siblings are drawn without replacement; `shape` is named in the error."""
-        if self.drawn == "independent":
-            raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
-                             "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
         """Begins a tree; `Shape.grow` calls it before `expand`. Returns the tree with the newest token alone (slot 0),
@@ -328,51 +342,5 @@ def fitted(source: Any, size: int | None) -> Any:
     return source if size is None else source.for_vocabulary(size)
 
 
-class Shape(abc.ABC):
-    """Base class of the rules by which a draft tree grows from a source's predictions. Derive a frozen dataclass,
-    static under jit.
-
-    Attributes:
-        length: largest number of drafts on a path of the tree.
-    """
-
-    if TYPE_CHECKING:       # as in `Draft`
-
-        @property
-        def length(self) -> int: ...
-
-    @property
-    def is_chain(self) -> bool:
-        """True if the tree is a chain of fixed length."""
-        return False
-
-    @property
-    def branches(self) -> bool:
-        """True if a node may have several children."""
-        return not self.is_chain
-
-    @abc.abstractmethod
-    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        """Grows the draft tree of a round.
-
-        Args:
-            grower: calls the source and draws children; see its `start` and `expand`.
-            state: the source's state.
-
-        Returns:
-            The tree; the source's new state; and the window index of each node that was expanded, `i32[B or 1, room]`,
-                -1 for those that are not in the tree.
-        """
-
-
-class SharesBudget(Shape):
-    """A shape whose trees share a budget of drafts of the whole batch."""
-
-    @property
-    @abc.abstractmethod
-    def batch_budget(self) -> int:
-        """Largest number of drafts that all rows of a batch have together in a round."""
-
-
 __all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape",
-           "SharesBudget", "Source", "SourceAround", "fitted", "likeliest"]
+           "SharesBudget", "Source", "SourceAround", "distinct", "fitted", "likeliest"]

@@ -102,12 +102,15 @@ class FreqKVCache(KeyValues, PromptPhase):
 
         return lax.while_loop(lambda cache: (cache.length < length).any(), visit, self)
 
+    def check_windows(self) -> None:
+        raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not follow; "
+                         "takes another cache for the draft model")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
-                             "follow; takes another cache for the draft model")
+            self.check_windows()
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
                                softcap=softcap, key_positions=window.key_positions, sinks=sinks)
         return out, own_entry(q, k, v)

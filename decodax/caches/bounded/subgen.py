@@ -179,10 +179,14 @@ class SubGenCache(KeyValues, PromptPhase):
             return self
         return PromptToSketch(base=dense_like(self), shapes=self.shapes, kind=self.kind)
 
+    def check_windows(self) -> None:
+        refuse_prefill(self.kind.name)
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill(self.kind.name, window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)

@@ -61,9 +61,13 @@ class Collected(PromptPhase):
     def layers_read(self) -> int | None:
         return 0
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+    def refuse_whole(self) -> None:
         raise ValueError(f"cache: {self.into.kind.name} reads a prompt when it is in, and this model reads it before; "
                          "takes a Transformer, with no other cache beside this one")
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        self.refuse_whole()
+        raise AssertionError
 
     def commit(self, entries: Entries, slots: Array) -> Collected:
         return self.replace(length=jnp.maximum(self.length, slots.max(1) + 1))

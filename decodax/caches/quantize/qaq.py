@@ -165,10 +165,14 @@ class QAQCache(Tail, PromptPhase):
     if TYPE_CHECKING:
         kind: QAQConfig
 
+    def check_windows(self) -> None:
+        refuse_prefill("qaq")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("qaq", window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         at = window.positions
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap, sinks=sinks)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]

@@ -162,10 +162,14 @@ class ZipCacheCache(Tail, PromptPhase):
     def max_commit(self) -> Array | None:
         return self.kind.stream_gap - (self.length - self.start) if self.kv else None
 
+    def check_windows(self) -> None:
+        refuse_prefill("zipcache")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("zipcache", window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, sinks=sinks)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)

@@ -113,7 +113,12 @@ class Adaptive(LearnsFromPrompt, Varies):
         arms = [arm.traits for arm in self.arms]
         guarantee = next((arm.traits.guarantee for arm in self.arms if arm != NOTHING), NOTHING.traits.guarantee)
         return Traits(emits=max(arm.emits for arm in arms), guarantee=guarantee,
-                      needs=NONE.union(*(arm.needs for arm in arms)))
+                      needs=NONE.union(*(arm.needs for arm in arms)), window=max(arm.window for arm in arms))
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        for arm in self.arms:
+            arm.check_fit(model, cache)
+        self.controller.check_arms(len(self.arms))
 
     @functools.cached_property
     def drafts(self) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import is_chain
@@ -30,6 +31,7 @@ class Cut(Verifier):
     rounds: int
     guarantee: ClassVar[Guarantee] = "approximate"
     drawn: ClassVar[Drawn] = "coupled"
+    refuses: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
