@@ -237,7 +237,7 @@ def refuse_latents(name: str, layers: Sequence[tuple[Any, ...]]) -> None:
 
 
 def refuse_prefill(name: str) -> None:
-    """Raises the ValueError of `PromptPhase.check_windows` for the cache `name`, which is made from a whole prompt: a
+    """Raises the ValueError of `WholePrompt.check_windows` for the cache `name`, which is made from a whole prompt: a
     draft model's prompt would be read into it window by window."""
     raise ValueError(f"cache: {name} needs the whole prompt at once, which a draft model does not get; takes another "
                      "cache for the draft model")

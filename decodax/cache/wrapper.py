@@ -14,10 +14,19 @@ from jax import Array
 from decodax.cache.scratch import Scratch
 from decodax.core import capabilities
 from decodax.core.cache import Cache, Entries, Feature, Layout, PyTree
-from decodax.core.capabilities import Draftable, DraftBase, LimitsWindow, PromptPhase, ReadPrompt, Refreshes, Truncates
+from decodax.core.capabilities import (
+    Draftable,
+    DraftBase,
+    LimitsWindow,
+    PromptInPart,
+    ReadPrompt,
+    Refreshes,
+    Truncates,
+    WholePrompt,
+)
 
 
-class Combined(PromptPhase, LimitsWindow, Refreshes, Truncates, DraftBase):
+class Combined(PromptInPart, WholePrompt, LimitsWindow, Refreshes, Truncates, DraftBase):
     """A cache that contains one or several other caches, its members: the fields named in `members`.
 
     Derive a `@struct` and implement `commit`, which passes each member its entries. `attend`, `capacity`, `length`,
@@ -94,8 +103,13 @@ class Combined(PromptPhase, LimitsWindow, Refreshes, Truncates, DraftBase):
 
     def check_windows(self) -> None:
         for part in self.parts:
-            if isinstance(part, PromptPhase):
+            if isinstance(part, WholePrompt):
                 part.check_windows()
+
+    def check_drafts(self) -> None:
+        for part in self.parts:
+            if isinstance(part, DraftBase):
+                part.check_drafts()
 
     def check_window(self, nodes: int) -> None:
         for part in self.parts:

@@ -1,7 +1,7 @@
 """The contract of a decoding method: it proposes the nodes of a round and decides which tokens are accepted.
 
 A method with an optional capability also derives from `LearnsFromPrompt`, `Varies`, `Grouped`, `Concludes`, `Paced` or
-`GuidesItself`. The functions below give the default for methods that do not.
+`GuidesItself` or `ChecksFit`. The functions below give the default for methods that do not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax import Array
 
 from decodax.common.registry import Guarantee
 from decodax.core.cache import NONE, Feature
-from decodax.core.composed import Composed
+from decodax.core.composed import Composed, Fitting
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
@@ -87,7 +87,7 @@ class Observer(Protocol):
 
 OPTIONAL = {"prefill_observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped",
             "outcome": "Concludes", "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced",
-            "guide": "GuidesItself"}
+            "guide": "GuidesItself", "check_fit": "ChecksFit"}
 """Members that only a derived contract has: a method that defined one alone would never be asked for it."""
 
 
@@ -198,6 +198,11 @@ class Paced(Algorithm):
             budget: largest number of new tokens of a row.
             rows: number of rows in the batch.
         """
+
+
+class ChecksFit(Algorithm, Fitting):
+    """A method with a check of its own whether its parts, the model and the cache fit each other, beyond what `traits`
+    say (`check_fit`)."""
 
 
 class GuidesItself(Algorithm):

@@ -52,21 +52,29 @@ class PromptPhase(Cache):
     @property
     def layers_read(self) -> int | None:
         """Number of the model's first layers that run during prefill; None: all. The model then returns the entries of
-        these layers, and after them the residual stream `f[B, W, D]` after the last of these layers. Such a model
-        is a `decodax.core.around.ReadsInPart`."""
+        these layers, and after them the residual stream `f[B, W, D]` after the last of these layers. The cache
+        is then a `PromptInPart`."""
         return None
 
-    def refuse_whole(self) -> None:
-        """Raises ValueError with the reason why all layers must not run during prefill. Called before tracing if
-        `layers_read` is not None, for a model that is no `ReadsInPart`, and for a cache that is the second one
-        beside another."""
-        raise ValueError(f"cache: {type(self).__name__} reads a prompt with some of a model's layers; takes a "
-                         "Transformer, with no other cache beside this one")
 
+class PromptInPart(PromptPhase):
+    """The cache of a prompt phase in which only some of the model's layers run (`layers_read`). It takes models that
+    are `decodax.core.around.ReadsInPart`."""
+
+    @abc.abstractmethod
+    def refuse_whole(self) -> None:
+        """Raises ValueError with the reason why all layers must not run during prefill: for a model that is no
+        `ReadsInPart`, or if this is the second cache beside another. Called before tracing."""
+
+
+class WholePrompt(PromptPhase):
+    """A cache that is made from a whole prompt. A draft model has no prefill phase: it writes a prompt window by
+    window, with `Window.is_prefill`, into its cache itself."""
+
+    @abc.abstractmethod
     def check_windows(self) -> None:
         """Raises ValueError if windows of a prompt cannot be written into this cache, only into that of
-        `prefill_cache`. A draft model has no prefill phase: it writes a prompt window by window, with
-        `Window.is_prefill`, into its cache itself."""
+        `prefill_cache`."""
 
 
 class LoadsPrefix(Cache):
@@ -233,7 +241,7 @@ def check_drafts(cache: Any) -> None:
 
 
 def check_draft_cache(model: Any, capacity: int, drafts: bool = True) -> Cache:
-    """Checks the cache of a draft model, which has to take a prompt window by window (`PromptPhase.check_windows`), and
+    """Checks the cache of a draft model, which has to take a prompt window by window (`WholePrompt.check_windows`), and
     with `drafts` to keep the nodes of a draft tree beside it. Returns its shapes and dtypes.
 
     Raises:
@@ -242,7 +250,7 @@ def check_draft_cache(model: Any, capacity: int, drafts: bool = True) -> Cache:
     cache: Cache = jax.eval_shape(lambda: model.init_cache(1, capacity))
     if drafts:
         check_drafts(cache)
-    if isinstance(cache, PromptPhase):
+    if isinstance(cache, WholePrompt):
         cache.check_windows()
     return cache
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.axes import constrain
-from decodax.core import keys
+from decodax.core import composed, keys
 from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.around import reads_in_part
 from decodax.core.cache import Cache, require
@@ -32,7 +32,7 @@ def check_fit(alg: Algorithm, model: Model, cache: Cache) -> None:
 
     Raises:
         ValueError: the cache lacks a feature that the method needs, takes no windows as wide as the method's, or needs
-            a model that runs some of its layers during prefill; or as in `Composed.check_fit`.
+            a model that runs some of its layers during prefill; or as in `decodax.core.composed.Fitting`.
     """
     if alg.traits.caches:
         require(cache, alg.traits.needs, name_of(alg))
@@ -41,7 +41,7 @@ def check_fit(alg: Algorithm, model: Model, cache: Cache) -> None:
         prefill: Any = prefill_cache(cache)
         if layers_read(prefill) is not None and not reads_in_part(model):
             prefill.refuse_whole()
-    alg.check_fit(model, cache)
+    composed.check_fit(alg, model, cache)
 
 
 def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens: Array, prompt_length: Array, *,

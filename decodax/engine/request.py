@@ -23,7 +23,7 @@ from decodax.caches.prefix.prefix import Prefix
 from decodax.common.arguments import flag, is_whole, outside, positive, shown, whole, whole_rows, wrong
 from decodax.common.struct import short
 from decodax.constraints import languages as constraints
-from decodax.core.algorithm import Algorithm, answering, check_policy, name_of, prefill_observer
+from decodax.core.algorithm import Algorithm, answering, check_policy, name_of, prefill_observer, refuse
 from decodax.core.memory import afford, bucket, check_context, power
 from decodax.core.stops import stop_strings
 from decodax.core.types import fit_cache, read_beyond
@@ -202,6 +202,8 @@ class Request:
         strings = said.or_given("stop_strings", stop, lambda name, x: stop_strings(x), (), "stop")
         if strings and lm.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and this model has none")
+        if strings:
+            refuse(method, "stop")
         if settle is not None and (inputs is not None or adapter is not None or guidance_scale is not None
                                    or behind is not None or not method.traits.prefills
                                    or prefill_observer(method) is not None):

@@ -48,7 +48,7 @@ from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.core.algorithm import GuidesItself, Paced, Traits, Varies
+from decodax.core.algorithm import ChecksFit, GuidesItself, Paced, Traits, Varies
 from decodax.core.cache import NONE, Feature
 from decodax.core.record import empty_record
 from decodax.core.state import State
@@ -60,7 +60,7 @@ RULES = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
+class MaskedDiffusion(Varies, Paced, GuidesItself, ChecksFit, FillsCanvas):
     """A sampler of masked diffusion, made of nine policies.
 
     Attributes:

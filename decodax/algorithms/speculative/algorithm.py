@@ -20,7 +20,7 @@ from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import shown
 from decodax.common.struct import short
-from decodax.core.algorithm import LearnsFromPrompt, Traits
+from decodax.core.algorithm import ChecksFit, LearnsFromPrompt, Traits
 from decodax.core.packing import Packing
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -29,7 +29,7 @@ from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative(LearnsFromPrompt):
+class Speculative(LearnsFromPrompt, ChecksFit):
     """Speculative decoding: drafts are scored by the target in one forward pass, and a verifier accepts or rejects
     them.
 

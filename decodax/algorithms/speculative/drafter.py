@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from decodax.algorithms.speculative.tree import Drawn
 from decodax.core.cache import Feature
-from decodax.core.composed import Composed, parts_of
+from decodax.core.composed import Fitting, parts_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
@@ -20,7 +20,7 @@ Form = Literal["trees", "probes", "draws", "mixtures", "matches"]
 sources, `drawn_at`. "matches": `match`."""
 
 
-class Drafter(Composed):
+class Drafter(Fitting):
     """Base class of drafts and sources, with defaults for a drafter without weights and state. A drafter with parts
     forwards to them (`Composed`).
 
@@ -119,6 +119,9 @@ class AroundSource(Drafter):
 
     def check_drawn(self, drawn: Drawn) -> None:
         self.source.check_drawn(drawn)
+
+    def check_chained(self) -> None:
+        self.source.check_chained()
 
     def init(self, params: Params, s: State) -> Any:
         return self.source.init(params, s)

@@ -127,6 +127,10 @@ class _There(Verifier):
 
     of: Verifier
 
+    @property
+    def refuses(self) -> frozenset[Form]:       # type: ignore[override]
+        return self.of.refuses
+
     def check_draft(self, draft: Drafter, proposes: frozenset[Form]) -> None:
         self.of.check_draft(draft, proposes)
 

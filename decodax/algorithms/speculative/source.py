@@ -15,10 +15,8 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.contracts import answered
 from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
-from decodax.algorithms.speculative.nodes import Answer, Children, Level
+from decodax.algorithms.speculative.nodes import Answer, Children, Growth, Level
 from decodax.algorithms.speculative.tree import Drawn, Probes, Proposal
-from decodax.algorithms.speculative.tree_shape import Shape, SharesBudget, distinct
-from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature
 from decodax.core.keys import Purpose
@@ -145,9 +143,6 @@ class SourceAround(AroundSource, Source):
     def longest(self) -> int | None:
         return self.source.longest
 
-    def check_chained(self) -> None:
-        self.source.check_chained()
-
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         source, answer = self.source.extend(params, s, state.source, level)
         return state.replace(source=source), answer
@@ -161,25 +156,6 @@ class SourceAround(AroundSource, Source):
 
 PLACES, RANKS = 1 << 16, 1 << 8
 """Largest number of slots in a tree, and of children of a node, in the addresses of a shape's draws."""
-
-
-@struct
-class Growth(Struct):
-    """A tree that is being grown: slot 0 is the newest token, and the expanded nodes follow.
-
-    Attributes:
-        tokens: `i32[B, 1 + room]`, token of each slot.
-        sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
-        filled: `i32[]`, number of slots in use.
-        source: the source's state.
-        states: states of the policy's transforms after each slot (`Policy.drafted`), leaves `[B, 1 + room, ...]`.
-    """
-
-    tokens: Array
-    sees: Array
-    filled: Array
-    source: Any
-    states: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +316,71 @@ def fitted(source: Any, size: int | None) -> Any:
     """Returns the drafter for a target with `size` logits: the drafter's own logits are cut or padded to this number
     (`Drafter.for_vocabulary`). If `size` is None, the drafter is returned unchanged."""
     return source if size is None else source.for_vocabulary(size)
+
+
+class Shape(abc.ABC):
+    """Base class of the rules by which a draft tree grows from a source's predictions. Derive a frozen dataclass,
+    static under jit.
+
+    Attributes:
+        length: largest number of drafts on a path of the tree.
+    """
+
+    if TYPE_CHECKING:       # as in `Draft`
+
+        @property
+        def length(self) -> int: ...
+
+    @property
+    def is_chain(self) -> bool:
+        """True if the tree is a chain of fixed length."""
+        return False
+
+    @property
+    def branches(self) -> bool:
+        """True if a node may have several children."""
+        return not self.is_chain
+
+    @property
+    def least_nodes(self) -> int:
+        """Smallest number of drafts that a proposal has, padding included."""
+        return 1 if self.branches else self.length
+
+    def check_source(self, source: Source) -> None:     # noqa: B027
+        """Raises ValueError if the shape does not grow the trees of `source`."""
+
+    def check_drawn(self, drawn: Drawn) -> None:        # noqa: B027
+        """Raises ValueError if the shape cannot draw children as a verifier needs it, see `Drawn`."""
+
+    @abc.abstractmethod
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
+        """Grows the draft tree of a round.
+
+        Args:
+            grower: calls the source and draws children; see its `start` and `expand`.
+            state: the source's state.
+
+        Returns:
+            The tree; the source's new state; and the window index of each node that was expanded, `i32[B or 1, room]`,
+                -1 for those that are not in the tree.
+        """
+
+
+def distinct(shape: Shape, drawn: Drawn) -> None:
+    """Raises ValueError if the verifier needs siblings that are drawn independently ("with replacement"). For
+    `check_drawn` of shapes whose siblings are drawn without replacement; `shape` is named in the error."""
+    if drawn == "independent":
+        raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
+                         "MultiRound(replacement=False)")
+
+
+class SharesBudget(Shape):
+    """A shape whose trees share a budget of drafts of the whole batch."""
+
+    @property
+    @abc.abstractmethod
+    def batch_budget(self) -> int:
+        """Largest number of drafts that all rows of a batch have together in a round."""
 
 
 __all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape",

@@ -30,7 +30,7 @@ from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention
 
@@ -46,7 +46,7 @@ def low_frequencies(x: Array, count: int) -> Array:
 
 
 @struct
-class FreqKVCache(KeyValues, PromptPhase):
+class FreqKVCache(KeyValues, WholePrompt):
     """The first tokens, the compressed older tokens, and the latest tokens.
 
     Attributes:

@@ -33,7 +33,7 @@ from decodax.common.options import Count, NonNegative, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention_lse
 
@@ -140,7 +140,7 @@ def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
 
 
 @struct
-class SubGenCache(KeyValues, PromptPhase):
+class SubGenCache(KeyValues, WholePrompt):
     """The latest tokens, and a sketch of the older ones.
 
     Attributes:

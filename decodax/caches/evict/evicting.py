@@ -31,7 +31,7 @@ from decodax.caches.evict.selection import Budget, Selection, Top, tables
 from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
-from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt
+from decodax.core.capabilities import Draftable, ReadPrompt, WholePrompt
 from decodax.core.types import outputs
 from decodax.pallas_kernels.window_attention import (
     Bias,
@@ -47,7 +47,7 @@ TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or byte
 
 
 @struct
-class Evicting(KeyValues, PromptPhase):
+class Evicting(KeyValues, WholePrompt):
     """Keys and values of the tokens that are kept. The slots of each head are in the order of positions, without gaps.
 
     Attributes:

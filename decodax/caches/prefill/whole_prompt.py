@@ -19,7 +19,7 @@ from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import PromptInPart, PromptPhase, ReadPrompt
 from decodax.core.types import Out
 from decodax.core.window import Window, causal
 
@@ -37,7 +37,7 @@ class ReadAtOnce(PromptPhase):
 
 
 @struct
-class Collected(PromptPhase):
+class Collected(PromptInPart):
     """A cache that only counts the tokens of a prompt, while prefill passes it chunk by chunk and no layer runs.
     `finish_prefill` then prefills all of them.
 

@@ -29,7 +29,7 @@ from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, PyTree
-from decodax.core.capabilities import LoadsPrefix, PromptPhase, ReadPrompt
+from decodax.core.capabilities import LoadsPrefix, ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
@@ -92,7 +92,7 @@ def merged(earlier: Array, later: Array, length: Array, interpolation: float, mo
 
 
 @struct
-class MiniCacheCache(Tail, PromptPhase):
+class MiniCacheCache(Tail, WholePrompt):
     """A prompt whose deep layers share directions, and the tokens after it.
 
     Attributes:

@@ -34,7 +34,7 @@ from decodax.common.options import Count, Positive, Range, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks
 
 
@@ -150,7 +150,7 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 
 @struct
-class QAQCache(Tail, PromptPhase):
+class QAQCache(Tail, WholePrompt):
     """A prompt in pools, and the tokens after it.
 
     Attributes:

@@ -22,7 +22,7 @@ from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
-from decodax.core.capabilities import Draftable, DraftBase, LoadsPrefix, PromptPhase, ReadPrompt
+from decodax.core.capabilities import Draftable, DraftBase, LoadsPrefix, ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks, window_attention_lse
 
@@ -31,7 +31,7 @@ BLOCK = 512
 
 
 @struct
-class QuantizedCache(Sized, DraftBase, PromptPhase):
+class QuantizedCache(Sized, DraftBase, WholePrompt):
     """Codes of the older tokens, and the latest tokens unquantized.
 
     Attributes:

@@ -35,7 +35,7 @@ from decodax.common.options import Count, Range, Share, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks
 
@@ -133,7 +133,7 @@ def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
 
 
 @struct
-class ZipCacheCache(Tail, PromptPhase):
+class ZipCacheCache(Tail, WholePrompt):
     """Salient tokens and other tokens, quantized, and the latest ones, unquantized.
 
     Attributes:

@@ -45,7 +45,7 @@ from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
@@ -62,7 +62,7 @@ class ActQKVEntry(MeasuredEntry):
 
 
 @struct
-class ActQKVCache(ReadAtOnce, SparseCache):
+class ActQKVCache(ReadAtOnce, WholePrompt, SparseCache):
     """All tokens, with a representative key of each block.
 
     An entry holds key, value, scaled query, logarithms of its softmax sums, and density of its scores.

@@ -39,7 +39,7 @@ from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import Bias
 
 
@@ -68,7 +68,7 @@ class PooledEntry(KVEntry):
 
 
 @struct
-class AttentionPredictorCache(SparseCache, PromptPhase):
+class AttentionPredictorCache(SparseCache, WholePrompt):
     """All tokens, their latest attention, and the chosen blocks. An entry also holds the node's own attention.
 
     Attributes:

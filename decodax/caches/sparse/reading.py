@@ -25,7 +25,7 @@ from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import LimitsWindow, PromptPhase, ReadPrompt
+from decodax.core.capabilities import LimitsWindow, ReadPrompt, WholePrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 
@@ -139,7 +139,7 @@ class SparseCache(KeyValues, LimitsWindow):
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
 
-class IndexedCache(SparseCache, PromptPhase):
+class IndexedCache(SparseCache, WholePrompt):
     """Base of sparse caches whose index is computed from the whole prompt, which is prefilled into a dense cache first.
     Implement `index`."""
 

@@ -31,7 +31,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
-from decodax.core.algorithm import Algorithm, LearnsFromPrompt, Traits, Varies, prefill_observer
+from decodax.core.algorithm import Algorithm, ChecksFit, LearnsFromPrompt, Traits, Varies, prefill_observer
 from decodax.core.around import Around
 from decodax.core.cache import NONE, Feature
 from decodax.core.state import State
@@ -82,7 +82,7 @@ even of a tiny model."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(LearnsFromPrompt, Varies):
+class Adaptive(LearnsFromPrompt, Varies, ChecksFit):
     """Speculative decoding with several arms, of which a controller chooses one for each round.
 
     Attributes:

@@ -53,7 +53,7 @@ class Fallback(Draft):
         shape: shape of the tree, if the second one is a `Source`.
 
     Raises:
-        ValueError: `at_least` is below 1; or, while it is traced, the first source returns no lengths of matches or
+        ValueError: `at_least` is below 1; or, before it is traced, the first source returns no lengths of matches or
             makes trees, or the second one has probes.
     """
 

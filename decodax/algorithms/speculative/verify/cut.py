@@ -25,7 +25,7 @@ class Cut(Verifier):
     same `cut`.
 
     Raises:
-        ValueError: `rounds` is below 1; or, while it is traced, the tree is not a chain.
+        ValueError: `rounds` is below 1; or, before it is traced, the draft makes trees.
     """
 
     rounds: int

@@ -31,7 +31,7 @@ class MinimumBlock(Verifier):
         tokens: smallest number of tokens of a round, the target's own included.
 
     Raises:
-        ValueError: `tokens` is below 1; or, while it is traced, the tree is not a chain.
+        ValueError: `tokens` is below 1; or, before it is traced, the draft makes trees.
     """
 
     verify: Verifier

@@ -43,7 +43,7 @@ class Merged(Draft):
         shape: shape of the tree of each.
 
     Raises:
-        ValueError: fewer than two sources, or drafts that make their own trees; or, while it is traced, a verifier that
+        ValueError: fewer than two sources, or drafts that make their own trees; or, before tracing, a verifier that
             needs siblings drawn without replacement.
     """
 

@@ -89,7 +89,7 @@ class Staged(Draft):
         guesses: number of guesses in each forward pass, if `inner` is a `Source`.
 
     Raises:
-        ValueError: a number out of range; or, while it is traced, an inner draft with a state or with trees, or a
+        ValueError: a number out of range; or, before it is traced, an inner draft with a state or with trees, or a
             verifier that needs drafts drawn from q.
     """
 
