@@ -132,9 +132,13 @@ class Realigned(Draft):
         if not isinstance(self.model, Model):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model; Realigned.of takes what "
                              "decodax.load gave")
-        if isinstance(self.weights, AlignedVocabularies) and self.window < 2 * self.weights.target.longest:
-            raise ValueError(f"window: got {self.window} bytes, takes {2 * self.weights.target.longest} or more, twice "
-                             "the longest target token")
+        if self.weights is not None:
+            self._check_window(self.weights)
+
+    def _check_window(self, weights: AlignedVocabularies) -> None:
+        if self.window < 2 * weights.target.longest:
+            raise ValueError(f"window: got {self.window} bytes, takes {2 * weights.target.longest} or more, twice the "
+                             "longest target token")
 
     @classmethod
     def of(cls, lm: Any, draft: Any, length: int = 5, steps: int | None = None, room: int | None = None) -> Realigned:
@@ -164,7 +168,7 @@ class Realigned(Draft):
         require(own, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
 
     def init(self, params: Params, s: State) -> Reading:
-        draft_weights(params.draft, self, AlignedVocabularies)
+        self._check_window(draft_weights(params.draft, self, AlignedVocabularies))
         size, capacity = room_for(self.model, self.room * s.cache.capacity)
         cache = self.model.init_cache(s.batch, capacity, params=params.draft.weights)
         first = params.draft.prefix[:size]
