@@ -21,6 +21,7 @@ from decodax.cache import Dense, KVEntry, LinearStates, LinearTerms, PerLayer, c
 from decodax.cache.linear import over_text
 from decodax.common.axes import MODEL
 from decodax.common.struct import short
+from decodax.core.around import ReadsInPart
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
@@ -47,7 +48,7 @@ Weights = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(LayeredModel, RandomWeights):
+class Transformer(LayeredModel, RandomWeights, ReadsInPart):
     """A decoder-only transformer. It is compared by value and static under jit.
 
     Attributes:
@@ -158,11 +159,8 @@ class Transformer(LayeredModel, RandomWeights):
                                            for state, own in zip(states.states, whose, strict=True)))
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
-        """Runs the network on a window; see `Model.apply`.
-
-        With hints of the window it continues after the layers of a `PartialForward`, or follows a `Transfer`. `keep`
-        selects the layers, or halves of layers, that run.
-        """
+        """Runs the network on a window; see `Model.apply`. With hints of the window it continues after the layers of a
+        `PartialForward`, or follows a `Transfer`. `keep` selects the layers, or halves of layers, that run."""
         c, begun, packing = self.config, window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
         network, images = _network(self.config, params, self.dtype), images_of(cache)

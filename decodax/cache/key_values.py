@@ -236,12 +236,11 @@ def refuse_latents(name: str, layers: Sequence[tuple[Any, ...]]) -> None:
                          "latent attention, whose cache holds one latent for all heads")
 
 
-def refuse_prefill(name: str, is_prefill: bool) -> None:
-    """Raises ValueError if `is_prefill` is True, for the cache `name`, which is made from a whole prompt: a draft
-    model's prompt would be read into it window by window."""
-    if is_prefill:
-        raise ValueError(f"cache: {name} needs the whole prompt at once, which a draft model does not get; takes "
-                         "another cache for the draft model")
+def refuse_prefill(name: str) -> None:
+    """Raises the ValueError of `WholePrompt.check_windows` for the cache `name`, which is made from a whole prompt: a
+    draft model's prompt would be read into it window by window."""
+    raise ValueError(f"cache: {name} needs the whole prompt at once, which a draft model does not get; takes another "
+                     "cache for the draft model")
 
 
 def empty_kv(layers: Sequence[tuple[Any, ...]], rows: int, slots: int,

@@ -14,10 +14,19 @@ from jax import Array
 from decodax.cache.scratch import Scratch
 from decodax.core import capabilities
 from decodax.core.cache import Cache, Entries, Feature, Layout, PyTree
-from decodax.core.capabilities import Draftable, DraftBase, PromptPhase, ReadPrompt, Refreshes, Truncates
+from decodax.core.capabilities import (
+    Draftable,
+    DraftBase,
+    LimitsWindow,
+    PromptInPart,
+    ReadPrompt,
+    Refreshes,
+    Truncates,
+    WholePrompt,
+)
 
 
-class Combined(PromptPhase, Refreshes, Truncates, DraftBase):
+class Combined(PromptInPart, WholePrompt, LimitsWindow, Refreshes, Truncates, DraftBase):
     """A cache that contains one or several other caches, its members: the fields named in `members`.
 
     Derive a `@struct` and implement `commit`, which passes each member its entries. `attend`, `capacity`, `length`,
@@ -84,7 +93,27 @@ class Combined(PromptPhase, Refreshes, Truncates, DraftBase):
 
     @property
     def layers_read(self) -> int | None:
+        for part in self.parts[1:]:
+            if capabilities.layers_read(part) is not None:
+                part.refuse_whole()
         return capabilities.layers_read(self.parts[0])
+
+    def refuse_whole(self) -> None:
+        self.parts[0].refuse_whole()
+
+    def check_windows(self) -> None:
+        for part in self.parts:
+            if isinstance(part, WholePrompt):
+                part.check_windows()
+
+    def check_drafts(self) -> None:
+        for part in self.parts:
+            if isinstance(part, DraftBase):
+                part.check_drafts()
+
+    def check_window(self, nodes: int) -> None:
+        for part in self.parts:
+            capabilities.check_window(part, nodes)
 
     def needs_refresh(self) -> Array | None:
         return _all(jnp.logical_or, [capabilities.needs_refresh(part) for part in self.parts])

@@ -2,7 +2,8 @@
 before anything is made.
 
 An annotation may contain a range: `Annotated[int, Range(1)]`. `Count`, `Whole`, `Odd`, `Share`, `Positive`,
-`NonNegative` and `TokenId` are short for common ones. The items of a tuple may have a range, too: `tuple[Count, ...]`.
+`NonNegative` and `TokenId` are short for common ones. The items of a tuple may have a range, too: `tuple[Count, ...]`
+takes a tuple of any length, and `tuple[Count, Count]` takes two items.
 """
 
 from __future__ import annotations
@@ -213,10 +214,11 @@ def _fits(value: Any, hint: Any) -> bool:
         if not isinstance(value, Sequence) or isinstance(value, str):
             return False
         alike = origin is not tuple or Ellipsis in parts
+        if not alike and len(value) != len(parts):
+            return False
         if alike and len(value) > 64 and set(map(type, value)) == {int}:      # a long text: its bounds suffice
             value = min(value), max(value)
-        return all(_fits(item, part) for item, part in zip(value, itertools.repeat(parts[0]) if alike else parts,
-                                                           strict=False))
+        return all(map(_fits, value, itertools.repeat(parts[0]) if alike else parts))
     if origin is Callable or hint is Callable:
         return callable(value)
     if hint is bool:
@@ -244,8 +246,12 @@ def _words(hint: Any) -> list[str]:
     if origin is Literal:
         return list(map(repr, parts))
     if origin in (tuple, list, Sequence):
-        inner = [_plural(word) for part in parts if part is not Ellipsis for word in _words(part)]
-        return ["a tuple" + (f" of {' or '.join(dict.fromkeys(inner))}" if inner else "")]
+        each = [" or ".join(_words(part)) or "any value" for part in parts if part is not Ellipsis]
+        if len(set(each)) > 1:
+            return [f"a tuple of {', '.join(each[:-1])} and {each[-1]}"]
+        number = f"{len(parts)} " if origin is tuple and Ellipsis not in parts else ""
+        inner = " or ".join(dict.fromkeys(map(_plural, _words(parts[0] if parts else Any))))
+        return [f"a tuple of {number}{inner or 'values'}" if inner or number else "a tuple"]
     return [WORDS.get(hint, "a function" if origin is Callable or hint is Callable else getattr(hint, "__name__",
                                                                                                 str(hint)))]
 

@@ -1,25 +1,27 @@
 """The contract of a decoding method: it proposes the nodes of a round and decides which tokens are accepted.
 
 A method with an optional capability also derives from `LearnsFromPrompt`, `Varies`, `Grouped`, `Concludes`, `Paced` or
-`GuidesItself`. The functions below give the default for methods that do not.
+`GuidesItself` or `ChecksFit`. The functions below give the default for methods that do not.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jax import Array
 
 from decodax.common.registry import Guarantee
 from decodax.core.cache import NONE, Feature
-from decodax.core.composed import Composed
+from decodax.core.composed import Composed, Fitting
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
 
 PyTree = Any
+
+Refused = Literal["stop", "transforms", "constraint", "guidance_scale"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Traits:
     Attributes:
         name: name of the method in error messages; "": the name of its class.
         emits: `M`, the largest number of tokens that a round can append.
+        window: smallest number of nodes that the window of a round has, as far as the settings say it before tracing.
+            Some caches limit it (`decodax.core.capabilities.LimitsWindow`).
         commits: the largest number of cache entries that a round keeps for a row, if that is less than the nodes of its
             window; for example the length of the longest path in a draft tree. None: any number.
         guarantee: the guarantee about the output. "seed-exact": the tokens of plain decoding with the same seed.
@@ -43,6 +47,9 @@ class Traits:
         samples: number of rows of one prompt that the method works on together (beams, particles). `generate` makes
             that number of rows of each prompt, after `init`. None: rows are independent.
         answers: number of those rows that are returned as answers to a prompt; they are the first ones. None: all.
+        refuses: arguments of a request that the method does not take, each with the reason, which ends the error:
+            "stop" (stop strings), "transforms" (those of the sampling policy that read the text), "constraint" and
+            "guidance_scale"; see `refuse` and `check_policy`.
     """
 
     name: str = ""
@@ -55,6 +62,8 @@ class Traits:
     prefills: bool | None = None
     samples: int | None = None
     answers: int | None = None
+    refuses: tuple[tuple[Refused, str], ...] = ()
+    window: int = 1
 
     def __post_init__(self) -> None:
         if self.prefills is None:
@@ -78,7 +87,7 @@ class Observer(Protocol):
 
 OPTIONAL = {"prefill_observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped",
             "outcome": "Concludes", "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced",
-            "guide": "GuidesItself"}
+            "guide": "GuidesItself", "check_fit": "ChecksFit"}
 """Members that only a derived contract has: a method that defined one alone would never be asked for it."""
 
 
@@ -197,6 +206,11 @@ class Paced(Algorithm):
         """
 
 
+class ChecksFit(Algorithm, Fitting):
+    """A method with a check of its own whether its parts, the model and the cache fit each other, beyond what `traits`
+    say (`check_fit`)."""
+
+
 class GuidesItself(Algorithm):
     """A method with an implementation of classifier-free guidance of its own."""
 
@@ -209,6 +223,27 @@ class GuidesItself(Algorithm):
 def name_of(alg: Algorithm) -> str:
     """Returns `traits.name` of a method for error messages, or else the name of its class."""
     return alg.traits.name or type(alg).__name__
+
+
+def refuse(alg: Algorithm, argument: Refused) -> None:
+    """Raises ValueError with the reason if a method does not take an argument of a request (`Traits.refuses`)."""
+    for name, reason in alg.traits.refuses:
+        if name == argument:
+            raise ValueError(f"{argument}: {reason}")
+
+
+def check_policy(alg: Algorithm, policy: Any) -> None:
+    """Checks that a method takes a sampling policy (`Traits.refuses`).
+
+    Raises:
+        ValueError: the policy has stop strings or a transform that reads the text, and the method takes none.
+    """
+    if policy.stops is not None:
+        refuse(alg, "stop")
+    link = next((type(t).__name__ for t in policy.transforms if t.needs != "nothing"), None)
+    reason = dict(alg.traits.refuses).get("transforms")
+    if link is not None and reason is not None:
+        raise ValueError(f"{name_of(alg)}: {link} reads the text, {reason}; takes a policy that does not")
 
 
 def prefill_observer(alg: Algorithm) -> Observer | None:

@@ -86,6 +86,11 @@ class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
         return self._with(lambda part: method if part is inner else part)
 
 
+class ReadsInPart(Model):
+    """A model whose `apply` runs only the first layers in a prefill, for caches that ask for it
+    (`decodax.core.capabilities.PromptPhase.layers_read`)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AroundModel(ShowsWeights):
     """A model that wraps another model, `base`.
@@ -129,6 +134,13 @@ class AroundModel(ShowsWeights):
 
     def logits(self, params: Any, hidden: Array) -> Array:
         return logits_of(self.base, params, hidden)
+
+
+def reads_in_part(model: Any) -> bool:
+    """Returns True if a model, or the one that it wraps (`AroundModel`), is a `ReadsInPart`."""
+    while isinstance(model, AroundModel):
+        model = model.base
+    return isinstance(model, ReadsInPart)
 
 
 @dataclasses.dataclass(frozen=True)

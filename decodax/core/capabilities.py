@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+import jax
 from jax import Array
 
 from decodax.common.struct import Struct
@@ -51,12 +52,36 @@ class PromptPhase(Cache):
     @property
     def layers_read(self) -> int | None:
         """Number of the model's first layers that run during prefill; None: all. The model then returns the entries of
-        these layers, and after them the residual stream `f[B, W, D]` after the last of these layers."""
+        these layers, and after them the residual stream `f[B, W, D]` after the last of these layers. The cache
+        is then a `PromptInPart`."""
         return None
+
+
+class PromptInPart(PromptPhase):
+    """The cache of a prompt phase in which only some of the model's layers run (`layers_read`). It takes models that
+    are `decodax.core.around.ReadsInPart`."""
+
+    @abc.abstractmethod
+    def refuse_whole(self) -> None:
+        """Raises ValueError with the reason why all layers must not run during prefill: for a model that is no
+        `ReadsInPart`, or if this is the second cache beside another. Called before tracing."""
+
+
+class WholePrompt(PromptPhase):
+    """A cache that is made from a whole prompt. A draft model has no prefill phase: it writes a prompt window by
+    window, with `Window.is_prefill`, into its cache itself."""
+
+    @abc.abstractmethod
+    def check_windows(self) -> None:
+        """Raises ValueError if windows of a prompt cannot be written into this cache, only into that of
+        `prefill_cache`."""
 
 
 class LoadsPrefix(Cache):
     """A cache that can be filled with keys and values computed earlier, so that their text is not prefilled again."""
+
+    def check_prefix(self) -> None:
+        """Raises ValueError if this instance, with its options, needs the text itself."""
 
     @abc.abstractmethod
     def load_prefix(self, kv: Sequence[Array], length: Array, reuse: tuple[Array, Array] | None = None) -> Self:
@@ -68,6 +93,14 @@ class LoadsPrefix(Cache):
             reuse: attention and change, `f32[B, T]`, of tokens whose keys and values come from another text, for caches
                 that recompute some of them (`decodax.cache.prefix.PrefixReuse`).
         """
+
+
+class LimitsWindow(Cache):
+    """A cache that takes windows of a limited number of nodes after prefill."""
+
+    @abc.abstractmethod
+    def check_window(self, nodes: int) -> None:
+        """Raises ValueError if a window of `nodes` nodes is too wide; the error says which option allows it."""
 
 
 class AttendsAlone(Cache):
@@ -111,6 +144,9 @@ class Truncates(Cache):
 
 class DraftBase(Cache):
     """A cache that can be extended by a buffer for nodes of a draft tree, so that its model can draft."""
+
+    def check_drafts(self) -> None:
+        """Raises ValueError if this class inherits `tree_buffer`, but its model cannot draft."""
 
     @abc.abstractmethod
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
@@ -180,16 +216,53 @@ def layers_read(cache: Any) -> int | None:
     return cache.layers_read if isinstance(cache, PromptPhase) else None
 
 
+def check_window(cache: Cache, nodes: int) -> None:
+    """Raises ValueError if a window of `nodes` nodes is too wide for a cache (`LimitsWindow`)."""
+    if isinstance(cache, LimitsWindow):
+        cache.check_window(nodes)
+
+
+def check_prefix(cache: Cache) -> None:
+    """Raises ValueError if a cache from `prefill_cache` needs the text itself to be prefilled: it is no
+    `LoadsPrefix`."""
+    if not isinstance(cache, LoadsPrefix):
+        raise ValueError(f"context: got keys and values that were computed before; {type(cache).__name__} has to see "
+                         "the text read, so it takes the text")
+    cache.check_prefix()
+
+
+def check_drafts(cache: Any) -> None:
+    """Raises ValueError if a model with this cache cannot draft: the nodes of a draft tree cannot be kept beside it
+    (`DraftBase`)."""
+    if not isinstance(cache, DraftBase):
+        raise ValueError(f"cache: drafts need one that keeps their nodes beside it, which {type(cache).__name__} does "
+                         "not, so its model cannot draft")
+    cache.check_drafts()
+
+
+def check_draft_cache(model: Any, capacity: int, drafts: bool = True) -> Cache:
+    """Checks the cache of a draft model, which has to take a prompt window by window (`WholePrompt.check_windows`), and
+    with `drafts` to keep the nodes of a draft tree beside it. Returns its shapes and dtypes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    cache: Cache = jax.eval_shape(lambda: model.init_cache(1, capacity))
+    if drafts:
+        check_drafts(cache)
+    if isinstance(cache, WholePrompt):
+        cache.check_windows()
+    return cache
+
+
 def load_prefix(cache: Cache, kv: Sequence[Array], length: Array, reuse: tuple[Array, Array] | None = None) -> Cache:
     """Fills an empty cache with keys and values computed earlier; see `LoadsPrefix.load_prefix`.
 
     Raises:
         ValueError: the cache needs the text itself to be prefilled.
     """
-    if not isinstance(cache, LoadsPrefix):
-        raise ValueError(f"context: got keys and values that were computed before; {type(cache).__name__} has to see "
-                         "the text read, so it takes the text")
-    return cache.load_prefix(kv, length, reuse)
+    check_prefix(cache)
+    return cache.load_prefix(kv, length, reuse)     # type: ignore[attr-defined]
 
 
 def needs_refresh(cache: Cache) -> Array | None:
@@ -214,9 +287,7 @@ def tree_buffer(cache: Any, entries: Entries, room: int) -> Draftable:
     Raises:
         ValueError: the cache cannot be extended by such a buffer.
     """
-    if not isinstance(cache, DraftBase):
-        raise ValueError(f"cache: drafts need one that keeps their nodes beside it, which {type(cache).__name__} does "
-                         "not, so its model cannot draft")
+    check_drafts(cache)
     return cache.tree_buffer(entries, room)
 
 

@@ -85,3 +85,31 @@ def parts_of(whole: Composed) -> tuple[Any, ...]:
     are tuples, in the order of the fields."""
     return tuple(x for value in _fields(whole).values() for x in (value if isinstance(value, tuple) else (value,))
                  if isinstance(x, Composed))
+
+
+class Fitting(Composed):
+    """A method or a draft that says whether it can run with a model and its cache."""
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        """Checks that the parts, the model and its cache fit each other. It is called before anything is traced; by
+        default each part is asked.
+
+        Args:
+            model: the target's network, as the method runs it (`wrap_model`).
+            cache: the target's cache.
+
+        Raises:
+            ValueError: they do not.
+        """
+        for part in parts_of(self):
+            check_fit(part, model, cache)
+
+
+def check_fit(whole: Composed, model: Any, cache: Any) -> None:
+    """Calls `Fitting.check_fit` of a method or a draft, or of the parts of one that is no `Fitting`.
+
+    Raises:
+        ValueError: a part cannot run with `model` and `cache`.
+    """
+    for part in (whole,) if isinstance(whole, Fitting) else parts_of(whole):
+        part.check_fit(model, cache) if isinstance(part, Fitting) else check_fit(part, model, cache)

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from decodax.common.axes import replicas
 from decodax.core.algorithm import Algorithm
 from decodax.core.cache import Cache
-from decodax.core.capabilities import PromptPhase
+from decodax.core.capabilities import PromptPhase, check_prefix, needs_refresh, prefill_cache
 from decodax.core.checks import instance, statics
+from decodax.core.start import check_fit
 from decodax.core.types import Model
 
 BESIDE = 16
@@ -91,20 +92,38 @@ def grows(algorithm: Algorithm, model: Model) -> bool:
     return not isinstance(_cache(bare, network, 1, 256), PromptPhase)
 
 
+def check_context(algorithm: Algorithm, model: Model) -> None:
+    """Raises ValueError if the cache that `model` makes for the method cannot be filled with keys and values that were
+    computed before (`LoadsPrefix`)."""
+    bare: Any = algorithm.bare()
+    network: Any = model
+    check_prefix(jax.eval_shape(prefill_cache, _cache(bare, network, 1, 256)))
+
+
+def refreshing(algorithm: Algorithm, model: Model, capacity: int) -> str | None:
+    """Returns the class of the cache that `model` makes for the method if it recomputes entries while decoding
+    (`Refreshes`); otherwise None."""
+    bare: Any = algorithm.bare()
+    network: Any = model
+    cache = _cache(bare, network, 1, capacity)
+    return None if jax.eval_shape(needs_refresh, cache) is None else type(cache).__name__
+
+
 def power(n: int) -> int:
     """Returns the smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, longest: int, name: str) -> None:
-    """Checks that a batch of `rows` sequences of up to `longest` tokens fits the memory of the machine.
+    """Checks that method, model and cache can be combined (`decodax.core.start.check_fit`), and that a batch of `rows`
+    sequences of up to `longest` tokens fits the memory of the machine.
 
     The estimate covers the cache and the token buffers, but not the cache of a draft model or the activations of a
     step. So only batches that are certainly too large are refused. `name` is the argument that sets the length; errors
     begin with it.
 
     Raises:
-        ValueError: the batch does not fit; the error says how much memory it needs.
+        ValueError: they cannot be combined; or the batch does not fit, and the error says how much memory it needs.
     """
     size = bucket(longest)
     bare: Any = algorithm.bare()
@@ -126,20 +145,21 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
 
 def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = False) -> int:
     """Returns the bytes of the cache of a batch, or with `hosted` those in host memory."""
+    cache = _cache(algorithm, model, rows, capacity)
     if not capacity:
         return 0
-    cache = _cache(algorithm, model, rows, capacity)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.layout.hosted if hosted else cache))
 
 
 @functools.lru_cache(maxsize=256)
 def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
-    """Returns the cache of a batch as shapes and dtypes, without memory."""
+    """Returns the cache of a batch as shapes and dtypes, without memory, after `check_fit`."""
     network = algorithm.wrap_model(model)
 
     def make() -> Cache:
         made = instance("cache: the kind that was given", network.init_cache(rows, capacity), Cache, "a Cache")
         statics("cache", made)
+        check_fit(algorithm, network, made)
         return made
 
     return jax.eval_shape(make)

@@ -8,13 +8,40 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.axes import constrain
-from decodax.core import keys
+from decodax.core import composed, keys
 from decodax.core.algorithm import Algorithm, name_of
-from decodax.core.cache import require
+from decodax.core.around import reads_in_part
+from decodax.core.cache import Cache, require
+from decodax.core.capabilities import check_window, layers_read, prefill_cache
 from decodax.core.mesh import auto_region, heads
 from decodax.core.record import empty_record
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Model, Params
+
+
+def check_fit(alg: Algorithm, model: Model, cache: Cache) -> None:
+    """Checks that a method, a model and its cache can be combined, by what they declare.
+
+    The front ends call it before anything is traced, with a cache of shapes; `init_state` calls it, too, for callers of
+    its own.
+
+    Args:
+        alg: the decoding method.
+        model: the network as the method runs it (`Composed.wrap_model`).
+        cache: its cache.
+
+    Raises:
+        ValueError: the cache lacks a feature that the method needs, takes no windows as wide as the method's, or needs
+            a model that runs some of its layers during prefill; or as in `decodax.core.composed.Fitting`.
+    """
+    if alg.traits.caches:
+        require(cache, alg.traits.needs, name_of(alg))
+        check_window(cache, alg.traits.window)
+    if alg.traits.prefills:
+        prefill: Any = prefill_cache(cache)
+        if layers_read(prefill) is not None and not reads_in_part(model):
+            prefill.refuse_whole()
+    composed.check_fit(alg, model, cache)
 
 
 def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens: Array, prompt_length: Array, *,
@@ -45,7 +72,7 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         inputs: inputs of each row beside its tokens, a pytree of arrays `[B, ...]`; see `Model.init_cache`.
 
     Raises:
-        ValueError: `size` is smaller than the prompt buffer, or the algorithm needs a feature that the cache lacks.
+        ValueError: `size` is smaller than the prompt buffer; or as in `check_fit`.
     """
     B, T = tokens.shape
     if size < T:
@@ -62,10 +89,9 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.traits.emits - T)))
         key = keys.row_keys(*address)
         zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
-        cache = alg.wrap_model(model).init_cache(B, size if alg.traits.caches else 0, params=params.target,
-                                                 inputs=inputs)
-        if alg.traits.caches:
-            require(cache, alg.traits.needs, name_of(alg))
+        network = alg.wrap_model(model)
+        cache = network.init_cache(B, size if alg.traits.caches else 0, params=params.target, inputs=inputs)
+        check_fit(alg, network, cache)
         s = State(
             tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),

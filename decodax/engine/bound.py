@@ -14,8 +14,8 @@ from decodax.common.arguments import shown, whole
 from decodax.common.registry import Configured
 from decodax.common.struct import Struct, short, struct
 from decodax.core import drivers
-from decodax.core.algorithm import Algorithm, name_of
-from decodax.core.memory import bucket
+from decodax.core.algorithm import Algorithm, check_policy, name_of
+from decodax.core.memory import afford, bucket
 from decodax.core.round import run, step
 from decodax.core.state import State
 from decodax.core.types import CacheKind, Model, Params, fit_cache
@@ -130,6 +130,7 @@ class BoundMethod:
             policy = build(batch * each, **given)
         elif sampling:
             raise ValueError(f"{min(sampling)}: got one beside a policy, which says how rows are sampled")
+        check_policy(self.algorithm, policy)
         policy = jax.tree.map(jnp.asarray, policy)
         firsts = policy if each == 1 else policy.select(jnp.arange(batch) * each)
         seed = jnp.broadcast_to(jnp.asarray(seed, jnp.uint32), (batch,))
@@ -203,5 +204,7 @@ def bind(lm: LM | str | os.PathLike[str], algorithm: Algorithm | Configured | st
         raise ValueError(f"max_new_tokens: got {shown(new)} for a capacity of {size}")
     lm, method = method_on(lm, cache, algorithm, 1, draft)
     method = method.with_length(new)
-    return BoundMethod(method.bare(), fit_cache(lm.model, new), size, new, whole("chunk", chunk, 1), tuple(lm.eos),
+    network = fit_cache(lm.model, new)
+    afford(method, network, lm.mesh, 1, size, "capacity")
+    return BoundMethod(method.bare(), network, size, new, whole("chunk", chunk, 1), tuple(lm.eos),
                        lm.vocab_size, method.weights)

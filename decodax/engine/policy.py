@@ -12,7 +12,7 @@ from decodax.common.arguments import MOST, id_rows, per_row, shown, wrong
 from decodax.constraints import matching as constraints
 from decodax.constraints.canvas import OnCanvas
 from decodax.constraints.transform import Closing, Constrained
-from decodax.core.algorithm import Algorithm, name_of
+from decodax.core.algorithm import Algorithm, name_of, refuse
 from decodax.engine.config import Config
 from decodax.engine.lengths import check_room
 from decodax.io.load import LM
@@ -23,6 +23,7 @@ from decodax.sampling.arithmetic import Arithmetic
 from decodax.sampling.base import Temperature
 from decodax.sampling.build import assemble
 from decodax.sampling.config import blaming, merge
+from decodax.sampling.guidance import check_guidance
 from decodax.sampling.neutral import asks_nothing
 
 
@@ -92,6 +93,8 @@ def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, end
     """
     if given:
         budget = np.full_like(budget, MOST)
+    if any(x is not None for x in asked):
+        refuse(method, "constraint")
     chain, eos = list(policy.transforms), np.asarray(policy.eos)
     at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
     if method.traits.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
@@ -160,8 +163,8 @@ def row_inputs(inputs: Any, count: int) -> Any:
     return arrays
 
 
-def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config
-              ) -> tuple[np.ndarray | None, list[list[int]] | None]:
+def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config,
+                inputs: Any, size: int) -> tuple[np.ndarray | None, list[list[int]] | None]:
     """Reads the options of classifier-free guidance.
 
     Args:
@@ -171,6 +174,8 @@ def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negat
         scale: the argument `guidance_scale`, a number or one for each prompt; 1: no guidance.
         negative: the argument `negative_prompts`, one or one for each prompt, or None.
         said: the model's generation config.
+        inputs: the model's inputs beside tokens, or None.
+        size: capacity of the cache.
 
     Returns:
         The scale of each prompt, `f32[prompts]`, or None for no guidance; and the token ids of each negative prompt, or
@@ -184,6 +189,8 @@ def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negat
                                                                             np.isfinite))
     if scales is not None and (scales == 1).all():
         scales = None
+    if scales is not None:
+        check_guidance(method, lm.model, size, inputs)
     if negative is None:
         return scales, None
     if method.traits.canvas:

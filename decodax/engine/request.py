@@ -20,8 +20,8 @@ from decodax.cache.prefix import Prefix
 from decodax.common.arguments import flag, is_whole, outside, positive, shown, whole, whole_rows, wrong
 from decodax.common.struct import short
 from decodax.constraints import languages as constraints
-from decodax.core.algorithm import Algorithm, answering, name_of, prefill_observer
-from decodax.core.memory import afford, power
+from decodax.core.algorithm import Algorithm, answering, check_policy, name_of, prefill_observer, refuse
+from decodax.core.memory import afford, bucket, check_context, power
 from decodax.core.stops import stop_strings
 from decodax.core.types import fit_cache, read_beyond
 from decodax.engine import searches
@@ -180,6 +180,8 @@ class Request:
         if (fitted := fit_cache(lm.model, power(int(np.max(budget)) + behind_settled))) is not lm.model:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
+        if prefixes is not None:
+            check_context(method, lm.model)
         check_reach(lm, lengths, budget, counted)
         if (more := read_beyond(method.wrap_model(lm.model), int(lengths.max()))):
             check_room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads after it")
@@ -198,12 +200,15 @@ class Request:
         strings = said.or_given("stop_strings", stop, lambda name, x: stop_strings(x), (), "stop")
         if strings and lm.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and this model has none")
+        if strings:
+            refuse(method, "stop")
         if settle is not None and (inputs is not None or adapter is not None or guidance_scale is not None
                                    or behind is not None or not method.traits.prefills
                                    or prefill_observer(method) is not None):
             raise ValueError(f"context: {name_of(method)} learns from whole prompts, or there are inputs or a "
                              "guidance_scale; takes a method that reads the cache alone, without those")
-        guidance, negative = guidance_of(lm, method, budget, guidance_scale, negative_prompts, said)
+        guidance, negative = guidance_of(lm, method, budget, guidance_scale, negative_prompts, said, inputs,
+                                         bucket(int((lengths + budget).max())))
         skip = flag("skip_special_tokens", skip_special_tokens)
         policy = policy_of(lm, samples, np.repeat(lengths + budget, samples), np.repeat(least, samples), sampling, said,
                          searches.is_beam_search(search))
@@ -221,6 +226,7 @@ class Request:
             assert lm.tokenizer is not None
             policy = policy.replace(stops=stop_table(lm.tokenizer, skip, tuple(strings), lm.vocab_size))
         policy = closing(policy)
+        check_policy(method, policy)
         found = cls(lm=lm, algorithm=method, prompts=ids, context=settle, prefixes=prefixes, behind=behind,
                     max_new=budget.astype(np.int32),
                     min_new=np.array(least, np.int32), seeds=words,

@@ -19,11 +19,10 @@ from jax import Array
 from decodax.cache.wrapper import Combined
 from decodax.common.struct import Struct, struct
 from decodax.core import algorithm, drivers
-from decodax.core.algorithm import Algorithm
-from decodax.core.around import AroundModel
+from decodax.core.algorithm import Algorithm, GuidesItself
+from decodax.core.around import Around, AroundModel
 from decodax.core.cache import Cache, Entries
-from decodax.core.capabilities import needs_refresh
-from decodax.core.memory import bucket
+from decodax.core.memory import bucket, refreshing
 from decodax.core.state import State
 from decodax.core.types import Model, Out, Params
 from decodax.core.window import Window
@@ -113,6 +112,33 @@ class Guided(AroundModel):
                    entries=(*with_prompt.entries, *without.entries), head=head)
 
 
+def check_guidance(alg: Algorithm, model: Model, capacity: int, inputs: Any) -> None:
+    """Checks that a method can be guided with a model and its cache.
+
+    Args:
+        alg: the decoding method.
+        model: the network.
+        capacity: capacity of the cache.
+        inputs: inputs of the rows beside their tokens, or None.
+
+    Raises:
+        ValueError: the method refuses guidance (`Traits.refuses`); there are inputs; or it has no rule of its own, and
+            keeps no cache, or one that recomputes entries while decoding (`Refreshes`).
+    """
+    algorithm.refuse(alg, "guidance_scale")
+    if inputs is not None:
+        raise ValueError("guidance_scale: cannot be combined with inputs: the unconditional branch has none")
+    while isinstance(alg, Around):
+        alg = alg.inner
+    if isinstance(alg, GuidesItself):
+        return
+    if not alg.traits.caches:
+        raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
+    if (cache := refreshing(alg, model, capacity)) is not None:
+        raise ValueError(f"guidance_scale: cannot be combined with {cache}, which reads its text again while decoding, "
+                         "since the unconditional branch has another text; takes another cache")
+
+
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any,
           negative: list[list[int]] | None) -> tuple[Model, State]:
     """Puts a prefilled state under classifier-free guidance. An algorithm with its own rule (`GuidesItself`), such as
@@ -132,20 +158,13 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         The guided model and its state.
 
     Raises:
-        ValueError: the algorithm uses no cache, the cache recomputes entries while decoding (`Refreshes`), or the model
-            was given inputs beside tokens.
+        ValueError: as in `check_guidance`.
     """
+    check_guidance(alg, model, s.cache.capacity, s.cache.inputs)
     if (own := algorithm.guide(alg, model, params, policy, s, scale)) is not None:
         if negative is not None:
             raise ValueError("negative_prompts: takes None on a canvas, which is guided against a masked prompt")
         return own
-    if s.cache.inputs is not None:
-        raise ValueError("guidance_scale: cannot be combined with inputs: the unconditional branch has none")
-    if not alg.traits.caches:
-        raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
-    if needs_refresh(s.cache) is not None:
-        raise ValueError(f"guidance_scale: cannot be combined with {type(s.cache).__name__}, which reads its text "
-                         "again while decoding, since the unconditional branch has another text; takes another cache")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may be in it twice
     if negative is None:
         cache = alg.wrap_model(model).init_cache(s.batch, s.cache.capacity)

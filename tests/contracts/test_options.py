@@ -22,7 +22,8 @@ class Thing:
 
 
 def outside(hint: Any) -> list[Any]:
-    """Returns values that an annotation does not allow: another kind, the numbers next to its ranges, another word."""
+    """Returns values that an annotation does not allow: another kind, the numbers next to its ranges, a tuple that is
+    too long, another word."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     bounds = {kind: [x for x in get_args(kind)[1:] if isinstance(x, Range)] for kind in kinds
               if kind in (int, float) or (get_origin(kind) is Annotated and get_args(kind)[0] in (int, float))}
@@ -32,6 +33,8 @@ def outside(hint: Any) -> list[Any]:
     found += [Thing()] if bounds or bool in kinds else []
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     found += [(value,) for item in items for value in outside(item)]
+    lengths = {len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple and ... not in get_args(kind)}
+    found += [(1,) * (max(lengths) + 1)] if lengths and len(lengths) == len(items) else []
     words = any(get_origin(kind) is Literal for kind in kinds) and str not in kinds
     return [*found, "no such word"] if words else found
 

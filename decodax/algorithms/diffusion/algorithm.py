@@ -48,16 +48,19 @@ from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.core.algorithm import GuidesItself, Paced, Traits, Varies
+from decodax.core.algorithm import ChecksFit, GuidesItself, Paced, Traits, Varies
 from decodax.core.cache import NONE, Feature
 from decodax.core.record import empty_record
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
 
+RULES = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
+"""The fields of `MaskedDiffusion` with one rule."""
+
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
+class MaskedDiffusion(Varies, Paced, GuidesItself, ChecksFit, FillsCanvas):
     """A sampler of masked diffusion, made of nine policies.
 
     Attributes:
@@ -98,7 +101,9 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         needs: tuple[Feature, ...] = ("trees", "subsets", "rewrites") if approximate else ("trees", "subsets")
         # a window as long as the text has no width before `with_length`
         open_ = isinstance(self.windows, BudgetSized) and self.windows.size is None
-        return Traits(emits=1 if open_ else self.windows.width, canvas=True, caches=caches,
+        no_mask = () if self.adapter.mask is not None else (
+            ("guidance_scale", "the model has no mask token, which replaces the prompt"),)
+        return Traits(emits=1 if open_ else self.windows.width, canvas=True, caches=caches, refuses=no_mask,   # type: ignore[arg-type]
                       needs=frozenset(needs) if caches else NONE,
                       prefills=self.caching.persists and self.adapter.attention.causal)
 
@@ -150,6 +155,12 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
         rung = (most > jnp.array(smaller, jnp.int32)).sum(dtype=jnp.int32)
         return jnp.where(narrow, len(self.kinds) - len(self.caching.sizes) + rung, 0)
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        super().check_fit(model, cache)
+        rules = (*(getattr(self, name) for name in RULES), *self.stops)
+        if len(self.verify.taken) > 1 and any(rule.remembers for rule in rules):
+            raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
+
     def init(self, params: Params, s: State) -> Canvas:
         N, W, align = s.tokens.shape[1], self.windows.width, self.windows.align
         zero = lambda: jnp.zeros(s.batch, jnp.int32)
@@ -165,15 +176,13 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
             valid=slots < kept[:, None], drafts=None, memory=None,
             record=None if s.record is None else empty_record((s.batch, N), s.record.count))
         view = look(s, c, W)
-        names = ("shaper", "windows", "score", "unmask", "remask", "caching", "verify")
-        memory = {name: getattr(self, name).init(view) for name in names}
+        memory = {name: getattr(self, name).init(view) for name in RULES}
         memory["stops"] = tuple(stop.init(view) for stop in self.stops)
         if self.adapter.conditioning:
             c = c.replace(expected=jnp.zeros((s.batch, W, self.adapter.conditioning), jnp.float32))
         if self.verify.assists:
             c = c.replace(assistant=self.verify.begin(params, s, N - W))      # type: ignore[attr-defined]
-        if len(self.verify.taken) > 1 and jax.tree.leaves(memory):
-            raise ValueError(f"verify: got {self.verify} with rules that remember; drafts need rules without a memory")
+        assert len(self.verify.taken) == 1 or not jax.tree.leaves(memory)       # `check_fit`
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def whole(self, s: State) -> Array:
@@ -189,12 +198,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself, FillsCanvas):
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
         """Puts a state before its first round under classifier-free guidance, and returns the guided model and the new
         state. The unconditional branch has mask tokens in the prompt's place; `scale` is the guidance scale.
-
-        Raises:
-            ValueError: the model has no mask token to put in the prompt's place.
         """
-        if self.adapter.mask is None:
-            raise ValueError("guidance_scale: the model has no mask token, which replaces the prompt")
+        assert self.adapter.mask is not None        # or its traits refuse guidance
         return guide(self, model, params, policy, s, scale, self.adapter.mask,
                      bool(self.traits.prefills))
 

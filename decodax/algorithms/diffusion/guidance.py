@@ -57,8 +57,6 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         mask: id of the mask token.
         prefills: True if the prompt's entries are in the cache already.
     """
-    if s.cache.inputs is not None:
-        raise ValueError("guidance_scale: got one with inputs, takes None: the branch without a prompt has no inputs")
     size = s.cache.capacity
     if prefills:
         place = jnp.arange(size, dtype=jnp.int32)

@@ -43,6 +43,11 @@ class DiffusionRule:
         """Returns the rule for texts of at most `budget` new tokens: sizes that were left None are set from it."""
         return self
 
+    @property
+    def remembers(self) -> bool:
+        """True if the rule has a memory; by default, if its class defines `init`."""
+        return type(self).init is not DiffusionRule.init
+
     def init(self, view: View) -> Memory:
         """Returns the rule's memory before the first step, for the first window `view`: a pytree whose leaves have a
         leading axis `B`, an explicit dtype and no vocabulary axis. None: the rule has no memory."""

@@ -14,7 +14,7 @@ from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, ed
 from decodax.common.options import Count, Range, TokenId, Whole, check_options
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
+from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies, check_policy
 from decodax.core.around import Around
 from decodax.core.record import record
 from decodax.core.state import State, Status
@@ -103,7 +103,8 @@ class Cascade(Varies, Concludes, Paced):
 
     @property
     def traits(self) -> Traits:
-        return Traits(emits=self.longest, commits=1, samples=self.longest, answers=1, needs=frozenset(("trees",)))
+        return Traits(emits=self.longest, commits=1, samples=self.longest, answers=1, needs=frozenset(("trees",)),
+                      refuses=(("transforms", "which is found at all positions at once"),))
 
     @property
     def last(self) -> int:
@@ -181,12 +182,9 @@ class _Order(Around):
         return ()
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        readers = [type(t).__name__ for t, state in zip(policy.transforms, s.policy, strict=True)
-                   if t.needs != "nothing" or jax.tree.leaves(state)]
-        if readers:
-            raise ValueError(f"cascade: {readers[0]} reads the text, which is found at all positions at once; takes a "
-                             "policy that does not")
-        c, m, a = self.cascade, self.order, s.algo
+        check_policy(c := self.cascade, policy)
+        assert not jax.tree.leaves(s.policy)
+        m, a = self.order, s.algo
         K, B = c.keep if m else 0, s.batch
         root = s.length + jnp.arange(B, dtype=jnp.int32) % c.longest
         grams = jnp.maximum(a.grams[:, :K, :m], 0).reshape(B, K * m)

@@ -14,7 +14,7 @@ from jax import Array
 from decodax.common.options import Count, TokenId
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.algorithm import Concludes, Paced, Traits
+from decodax.core.algorithm import Concludes, Paced, Traits, check_policy
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
@@ -79,7 +79,9 @@ class GroupThink(Concludes, Paced):
 
     @property
     def traits(self) -> Traits:
-        return Traits(emits=self.threads, needs=frozenset(("trees",)))
+        return Traits(emits=self.threads, needs=frozenset(("trees",)), window=self.threads, refuses=(
+            ("stop", "group-think writes several texts at once, in which no stop string is looked for"),
+            ("transforms", "and there are several texts")))
 
     def most_rounds(self, budget: int, rows: int) -> int:
         return budget + 8
@@ -104,11 +106,7 @@ class GroupThink(Concludes, Paced):
         return jnp.maximum((s.max_length - s.prompt_length) // self.threads, 1)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Threads]:
-        if policy.stops is not None:
-            raise ValueError("stop: group-think writes several texts at once, in which no stop string is looked for")
-        if link := next((t for t in policy.transforms if t.needs != "nothing"), None):
-            raise ValueError(f"group-think: {type(link).__name__} reads the text, and there are several texts; takes a "
-                             "policy that does not")
+        check_policy(self, policy)
         a: Threads = s.algo
         begins = (a.step == 0)[:, None]
         tokens = jnp.where(begins, s.newest[:, None], a.newest)

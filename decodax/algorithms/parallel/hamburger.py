@@ -19,7 +19,7 @@ from decodax.algorithms.speculative.heads.source import trained
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
-from decodax.core.algorithm import GuidesItself, Traits
+from decodax.core.algorithm import Algorithm, Traits
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
 from decodax.core.capabilities import needs_refresh
@@ -107,7 +107,7 @@ class Merging(AroundModel):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hamburger(GuidesItself):
+class Hamburger(Algorithm):
     """Writes groups of tokens, each of which the model then reads as one position (Liu and Zhu, 2025).
 
     A round writes the next group from the hidden states of the newest position, and runs the model once over that
@@ -146,14 +146,12 @@ class Hamburger(GuidesItself):
 
     @property
     def traits(self) -> Traits:
-        return Traits("HAMburger", emits=self.length, commits=1)
+        alone = "got one with 'hamburger', whose decoder writes from the states of one text; takes None, or another " \
+                "algorithm"
+        return Traits("HAMburger", emits=self.length, commits=1, refuses=(("guidance_scale", alone),))
 
     def wrap_model(self, model: Model) -> Model:
         return Merging(model)
-
-    def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> None:
-        raise ValueError(f"guidance_scale: got {scale} with 'hamburger', whose decoder writes from the states of one "
-                         "text; takes None, or another algorithm")
 
     def init(self, params: Params, s: State) -> MergedPosition:
         dtype = params.draft[0]["places"].dtype

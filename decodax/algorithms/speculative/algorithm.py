@@ -20,7 +20,7 @@ from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import shown
 from decodax.common.struct import short
-from decodax.core.algorithm import LearnsFromPrompt, Traits
+from decodax.core.algorithm import ChecksFit, LearnsFromPrompt, Traits
 from decodax.core.packing import Packing
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -29,7 +29,7 @@ from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative(LearnsFromPrompt):
+class Speculative(LearnsFromPrompt, ChecksFit):
     """Speculative decoding: drafts are scored by the target in one forward pass, and a verifier accepts or rejects
     them.
 
@@ -72,6 +72,7 @@ class Speculative(LearnsFromPrompt):
     def traits(self) -> Traits:
         emits = self.drafter.length + 1     # the newest token, and the drafts that hold
         return Traits(f"Speculative({type(self.draft).__name__})", emits, commits=emits, needs=self.drafter.cache_needs,
+                      window=1 + self.drafter.least_nodes,
                       guarantee=self.verify.guarantee if self.draft.exact else "approximate")
 
     @property
@@ -82,6 +83,11 @@ class Speculative(LearnsFromPrompt):
         if isinstance(draft, Source):
             return Grown(draft, self.shape)
         return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        self.drafter.check_fit(model, cache)
+        self.drafter.check_drawn(self.verify.drawn)
+        self.verify.check_draft(self.draft, self.drafter.proposes)
 
     def init(self, params: Params, s: State) -> Any:
         return self.drafter.init(params, s), None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from decodax.algorithms.speculative.tree import Drawn
 from decodax.core.cache import Feature
-from decodax.core.composed import Composed, parts_of
+from decodax.core.composed import Fitting, parts_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
@@ -13,13 +14,19 @@ from decodax.core.window import Window
 CHAINS: frozenset[Feature] = frozenset()
 TREES: frozenset[Feature] = frozenset(("trees",))
 
+Form = Literal["trees", "probes", "draws", "mixtures", "matches"]
+"""What proposals may have beyond one chain of tokens that were looked up. "trees": nodes with several children.
+"probes": `Proposal.probes`. "draws": `log_q`, for verifiers that want drawn drafts. "mixtures": draws of several
+sources, `drawn_at`. "matches": `match`."""
 
-class Drafter(Composed):
+
+class Drafter(Fitting):
     """Base class of drafts and sources, with defaults for a drafter without weights and state. A drafter with parts
     forwards to them (`Composed`).
 
     Attributes:
         cache_needs: features that the target's cache must have (`Feature`): trees and probes need "trees".
+        proposes: what the proposals may have (`Form`). Parts that do not take it refuse the drafter before tracing.
         free: True if drafts come from the text at almost no cost. `Adaptive` then also compares them with the decoded
             tokens in rounds without drafts.
         defers: True if rounds of plain decoding may be passed to `observe` later, several of them as a chunk of the
@@ -27,6 +34,7 @@ class Drafter(Composed):
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = TREES
+    proposes: ClassVar[frozenset[Form]] = frozenset()
     free: ClassVar[bool] = False
     # With `takes_gaps` and `unread` a member of every drafter: all trained heads answer them, of many papers, and the
     # arms of every adaptive method ask for them.
@@ -58,6 +66,9 @@ class Drafter(Composed):
         """True if the drafter need not read every token of the text. After a long stretch of plain decoding, `observe`
         then gets only the last tokens, as a chunk with a gap before it."""
         return False
+
+    def check_drawn(self, drawn: Drawn) -> None:
+        """Raises ValueError if the drafter cannot draw its drafts as a verifier needs it (`Verifier.drawn`)."""
 
     def init(self, params: Params, s: State) -> Any:
         """Returns the drafter's state before prefill, for the prompts in `s`: a pytree whose leaves have a leading
@@ -98,9 +109,19 @@ class AroundSource(Drafter):
         def cache_needs(self) -> frozenset[Feature]:
             return self.source.cache_needs
 
+        @property
+        def proposes(self) -> frozenset[Form]:
+            return self.source.proposes
+
     @property
     def prefill_observer(self) -> Drafter | None:
         return self.source.prefill_observer
+
+    def check_drawn(self, drawn: Drawn) -> None:
+        self.source.check_drawn(drawn)
+
+    def check_chained(self) -> None:
+        self.source.check_chained()
 
     def init(self, params: Params, s: State) -> Any:
         return self.source.init(params, s)

@@ -88,6 +88,10 @@ class Fixed(Shape):
         return max(map(len, self.paths))
 
     @property
+    def least_nodes(self) -> int:
+        return len(self.paths)
+
+    @property
     def is_chain(self) -> bool:
         """True if no node has a sibling."""
         return len(self.paths) == self.length

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafter import AroundSource, Drafter, Form
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.source import Draft
@@ -126,6 +126,13 @@ class _There(Verifier):
     """The verifier `of`, run on the target's half; its result is sent to the other half."""
 
     of: Verifier
+
+    @property
+    def refuses(self) -> frozenset[Form]:       # type: ignore[override]
+        return self.of.refuses
+
+    def check_draft(self, draft: Drafter, proposes: frozenset[Form]) -> None:
+        self.of.check_draft(draft, proposes)
 
     @property
     def guarantee(self) -> Any:         # type: ignore[override]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -84,3 +86,22 @@ class Children(Struct):
     def own(self) -> Array:
         """Log-probability of each candidate under the source's distribution at temperature 1, `f32[B, w, R]`."""
         return jnp.take_along_axis(self.log_own, self.tokens, -1)
+
+
+@struct
+class Growth(Struct):
+    """A tree that is being grown: slot 0 is the newest token, and the expanded nodes follow.
+
+    Attributes:
+        tokens: `i32[B, 1 + room]`, token of each slot.
+        sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
+        filled: `i32[]`, number of slots in use.
+        source: the source's state.
+        states: states of the policy's transforms after each slot (`Policy.drafted`), leaves `[B, 1 + room, ...]`.
+    """
+
+    tokens: Array
+    sees: Array
+    filled: Array
+    source: Any
+    states: Any

@@ -58,12 +58,21 @@ class Reflective(Speculative):
         own = super().traits
         return dataclasses.replace(own, needs=own.needs | {"trees"}, guarantee="approximate")
 
+    @property
+    def _no_chain(self) -> ValueError:
+        return ValueError(f"draft: {type(self.draft).__name__} makes trees or has probes of its own; takes one that "
+                          "makes chains")
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        super().check_fit(model, cache)
+        if self.drafter.proposes & {"trees", "probes"}:
+            raise self._no_chain
+
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         w, (state, t) = super().propose(params, policy, s)
         if w.width != t.size or not isinstance(t.parents, np.ndarray) or (
                 t.parents != np.arange(-1, t.size - 1)).any():
-            raise ValueError(f"draft: {type(self.draft).__name__} makes trees or has probes of its own; takes one that "
-                             "makes chains")
+            raise self._no_chain
         if w.hints:
             w = w.replace(hints=())
         B, N, m = s.batch, t.size, len(self.probe)

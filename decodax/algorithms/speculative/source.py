@@ -15,9 +15,8 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.contracts import answered
 from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
-from decodax.algorithms.speculative.nodes import Answer, Children, Level
+from decodax.algorithms.speculative.nodes import Answer, Children, Growth, Level
 from decodax.algorithms.speculative.tree import Drawn, Probes, Proposal
-from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature
 from decodax.core.keys import Purpose
@@ -40,6 +39,16 @@ class Draft(Drafter, abc.ABC):
 
         @property
         def length(self) -> int: ...
+
+    @property
+    def least_nodes(self) -> int:
+        """Smallest number of drafts and probes that a proposal has, padding included."""
+        return 1 if "trees" in self.proposes else self.length
+
+    @property
+    def remembers(self) -> bool:
+        """True if the draft carries a state from round to round: its class defines `init`."""
+        return type(self).init is not Drafter.init
 
     @property
     def form(self) -> Shape | None:
@@ -65,9 +74,13 @@ class Source(Drafter, abc.ABC):
     from this, static under jit.
 
     A `Shape` grows the tree. `observe` gets the state that the last `extend` (then `place`) returned.
+
+    Attributes:
+        knows_depth: True if the state is a `DepthState`, which `SparseTrees` takes.
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # the shape may need more
+    knows_depth: ClassVar[bool] = False
 
     @property
     def shape(self) -> Shape | None:
@@ -78,6 +91,9 @@ class Source(Drafter, abc.ABC):
     def longest(self) -> int | None:
         """Largest number of drafts on a path of the tree that the source can make; None: no limit."""
         return None
+
+    def check_chained(self) -> None:
+        """Raises ValueError if `extend` takes no level of several nodes that form a chain (`Level.chained`)."""
 
     @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
@@ -142,25 +158,6 @@ PLACES, RANKS = 1 << 16, 1 << 8
 """Largest number of slots in a tree, and of children of a node, in the addresses of a shape's draws."""
 
 
-@struct
-class Growth(Struct):
-    """A tree that is being grown: slot 0 is the newest token, and the expanded nodes follow.
-
-    Attributes:
-        tokens: `i32[B, 1 + room]`, token of each slot.
-        sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
-        filled: `i32[]`, number of slots in use.
-        source: the source's state.
-        states: states of the policy's transforms after each slot (`Policy.drafted`), leaves `[B, 1 + room, ...]`.
-    """
-
-    tokens: Array
-    sees: Array
-    filled: Array
-    source: Any
-    states: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class Grower:
     """Grows a tree for a `Shape`, in one round and inside one trace, with the arguments of `Draft.propose`.
@@ -185,13 +182,6 @@ class Grower:
         draw. A shape that keeps or drops children by their own probability must use it, since those kept are no
         draws."""
         return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
-
-    def distinct(self, shape: Any) -> None:
-        """Raises ValueError if the verifier needs siblings that are drawn independently ("with replacement"). Called by
-        shapes whose siblings are drawn without replacement; `shape` is named in the error."""
-        if self.drawn == "independent":
-            raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
-                             "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
         """Begins a tree; `Shape.grow` calls it before `expand`. Returns the tree with the newest token alone (slot 0),
@@ -351,6 +341,17 @@ class Shape(abc.ABC):
         """True if a node may have several children."""
         return not self.is_chain
 
+    @property
+    def least_nodes(self) -> int:
+        """Smallest number of drafts that a proposal has, padding included."""
+        return 1 if self.branches else self.length
+
+    def check_source(self, source: Source) -> None:     # noqa: B027
+        """Raises ValueError if the shape does not grow the trees of `source`."""
+
+    def check_drawn(self, drawn: Drawn) -> None:        # noqa: B027
+        """Raises ValueError if the shape cannot draw children as a verifier needs it, see `Drawn`."""
+
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         """Grows the draft tree of a round.
@@ -365,6 +366,14 @@ class Shape(abc.ABC):
         """
 
 
+def distinct(shape: Shape, drawn: Drawn) -> None:
+    """Raises ValueError if the verifier needs siblings that are drawn independently ("with replacement"). For
+    `check_drawn` of shapes whose siblings are drawn without replacement; `shape` is named in the error."""
+    if drawn == "independent":
+        raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
+                         "MultiRound(replacement=False)")
+
+
 class SharesBudget(Shape):
     """A shape whose trees share a budget of drafts of the whole batch."""
 
@@ -375,4 +384,4 @@ class SharesBudget(Shape):
 
 
 __all__ = ["PLACES", "RANKS", "Answer", "Children", "Draft", "Drawn", "Grower", "Growth", "Level", "Shape",
-           "SharesBudget", "Source", "SourceAround", "fitted", "likeliest"]
+           "SharesBudget", "Source", "SourceAround", "distinct", "fitted", "likeliest"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jax import Array
 
+from decodax.algorithms.speculative.drafter import Drafter, Form
 from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
 from decodax.common.registry import Guarantee
 from decodax.core.state import State
@@ -20,14 +21,26 @@ class Verifier(abc.ABC):
     Attributes:
         guarantee: the guarantee about the output, see `Traits`.
         drawn: how sampled drafts have to be drawn, see `Drawn`.
+        refuses: what proposals must not have (`Form`), "trees" or "mixtures".
     """
 
     guarantee: ClassVar[Guarantee]
+    refuses: ClassVar[frozenset[Form]] = frozenset()
 
     if TYPE_CHECKING:       # some say it once for all instances
 
         @property
         def drawn(self) -> Drawn: ...
+
+    def check_draft(self, draft: Drafter, proposes: frozenset[Form]) -> None:
+        """Raises ValueError if the rule does not take drafts of `draft`, whose proposals have `proposes`."""
+        name, refused = type(self).__name__, proposes & self.refuses
+        if "trees" in refused:
+            raise ValueError(f"verify: {name} takes chains, and {type(draft).__name__} drafts trees here; MultiRound "
+                             "and SeedExact take trees")
+        if "mixtures" in refused:
+            raise ValueError(f"verify: {name} takes draws of one source, and {type(draft).__name__} mixes those of "
+                             "several; takes MultiRound(replacement=True)")
 
     @abc.abstractmethod
     def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:

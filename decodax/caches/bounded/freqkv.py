@@ -30,7 +30,7 @@ from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention
 
@@ -46,7 +46,7 @@ def low_frequencies(x: Array, count: int) -> Array:
 
 
 @struct
-class FreqKVCache(KeyValues, PromptPhase):
+class FreqKVCache(KeyValues, WholePrompt):
     """The first tokens, the compressed older tokens, and the latest tokens.
 
     Attributes:
@@ -102,12 +102,15 @@ class FreqKVCache(KeyValues, PromptPhase):
 
         return lax.while_loop(lambda cache: (cache.length < length).any(), visit, self)
 
+    def check_windows(self) -> None:
+        raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not follow; "
+                         "takes another cache for the draft model")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
-                             "follow; takes another cache for the draft model")
+            self.check_windows()
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
                                softcap=softcap, key_positions=window.key_positions, sinks=sinks)
         return out, own_entry(q, k, v)

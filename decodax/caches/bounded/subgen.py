@@ -33,7 +33,7 @@ from decodax.common.options import Count, NonNegative, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, whole_blocks, window_attention_lse
 
@@ -140,7 +140,7 @@ def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
 
 
 @struct
-class SubGenCache(KeyValues, PromptPhase):
+class SubGenCache(KeyValues, WholePrompt):
     """The latest tokens, and a sketch of the older ones.
 
     Attributes:
@@ -179,10 +179,14 @@ class SubGenCache(KeyValues, PromptPhase):
             return self
         return PromptToSketch(base=dense_like(self), shapes=self.shapes, kind=self.kind)
 
+    def check_windows(self) -> None:
+        refuse_prefill(self.kind.name)
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill(self.kind.name, window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)

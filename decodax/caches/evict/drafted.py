@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.cache.dense import Dense
 from decodax.core.around import PairedReadout
 from decodax.core.cache import Cache, CacheConfig, PyTree
-from decodax.core.capabilities import ReadPrompt
+from decodax.core.capabilities import ReadPrompt, check_draft_cache
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.resized import Resized
 from decodax.core.types import Model, Out
@@ -71,6 +72,7 @@ class DraftedConfig(CacheConfig):
         if not isinstance(draft, Loaded):
             raise ValueError(f"draft: got {'none' if draft is None else type(draft).__name__}, takes a smaller model "
                              "with the same tokenizer, as decodax.load gives it")
+        check_draft_cache(network_of(draft)[0], BLOCK, drafts=False)
         return cls(kind, draft, name)
 
     def wrap_model(self, lm: Loaded) -> tuple[Model, PyTree]:
@@ -86,6 +88,18 @@ class DraftedConfig(CacheConfig):
                  inputs: PyTree = None) -> Cache:
         raise ValueError(f"cache: {self.name} asks a draft model, so it takes the model that answers: generate(..., "
                          "cache=kv(...))")
+
+
+def check_dense(option: str, model: Any) -> int:
+    """Returns the number of layers of a draft model, the value of `option`, which has to have a dense cache.
+
+    Raises:
+        ValueError: it has another cache.
+    """
+    cache = jax.eval_shape(lambda: network_of(model)[0].init_cache(1, 8))
+    if not isinstance(cache, Dense):
+        raise ValueError(f"{option}: got one with a {type(cache).__name__} cache, takes one with a dense cache")
+    return len(cache.kv)
 
 
 def paired(prompt: ReadPrompt, name: str) -> tuple[Model, PyTree, Model, PyTree]:

@@ -1,8 +1,7 @@
 """A cache that evicts tokens, with an eviction rule from a paper.
 
 All tokens of a prompt are prefilled first. Then the rule chooses the tokens to keep, and decoding continues with arrays
-of that size and slots for later tokens. Later tokens are all kept (most papers), or the rule runs again every `every`
-tokens.
+of that size and slots for later tokens. These are all kept (most papers), or the rule runs again every `every` tokens.
 
 The cache's content depends on the committed tokens alone: a round commits no token beyond the next eviction
 (`Cache.max_commit`), and statistics are gathered from committed tokens. So drafts, trees and chunks of a prompt do not
@@ -32,7 +31,7 @@ from decodax.caches.evict.selection import Budget, Selection, Top, tables
 from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
-from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt
+from decodax.core.capabilities import Draftable, ReadPrompt, WholePrompt
 from decodax.core.types import outputs
 from decodax.pallas_kernels.window_attention import (
     Bias,
@@ -48,7 +47,7 @@ TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or byte
 
 
 @struct
-class Evicting(KeyValues, PromptPhase):
+class Evicting(KeyValues, WholePrompt):
     """Keys and values of the tokens that are kept. The slots of each head are in the order of positions, without gaps.
 
     Attributes:
@@ -121,11 +120,15 @@ class Evicting(KeyValues, PromptPhase):
                                                     unpack(positions, starts, count, slots, -1))
         return jax.vmap(row)(kv, positions, starts, self.count[layer])
 
+    def check_windows(self) -> None:
+        if not self.whole:
+            refuse_prefill(self.kind.name)
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        if not self.whole:
-            refuse_prefill(self.kind.name, window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         score = self.kind.selection.score
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
@@ -350,6 +353,7 @@ class Eviction(KVConfig):
         """Returns an empty cache; with `whole=True`, the one for prefill."""
         if isinstance(self.budget, str):
             return self._in_tokens(self.budget, shapes, dtype).empty(shapes, batch, size, dtype, inputs, whole)
+        self.selection.check(shapes)
         score, depth, chooses = self.selection.score, len(shapes), whole or self.every is not None
         later, at, packs = self.later(size), [], []
         for layer, (table, shape) in enumerate(zip(self.tables(size, depth, shapes), shapes, strict=True)):
@@ -387,8 +391,6 @@ class Eviction(KVConfig):
             raise ValueError(f"budget: got {budget}, {tokens} tokens of this model, takes more than the "
                              f"{self.selection.score.always} that {self.name} keeps in any case")
         return dataclasses.replace(self, budget=max(tokens, self.selection.score.always + 1))
-
-
 
 
 def _start(score: TokenScore, shape: KVLayer, batch: int, slots: tuple[int, int], packs: bool) -> Gathered:

@@ -4,10 +4,13 @@ It is not in the registry, since the filters are measured on each model: `Evicti
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 
 
@@ -22,11 +25,14 @@ class Direction(TokenScore):
 
     filters: tuple[tuple[tuple[float, ...], ...], ...]
 
+    def check(self, shapes: Sequence[KVLayer]) -> None:
+        if len(self.filters) != len(shapes):
+            raise ValueError(f"filters: got those of {len(self.filters)} layers, the model has {len(shapes)}")
+        for layer, (own, shape) in enumerate(zip(self.filters, shapes, strict=True)):
+            if np.shape(own) != (shape.heads, shape.width):
+                raise ValueError(f"filters: got shape {np.shape(own)} for layer {layer}, takes "
+                                 f"{(shape.heads, shape.width)}")
+
     def __call__(self, held: HeldLayer) -> Array:
-        if len(self.filters) != held.depth:
-            raise ValueError(f"filters: got those of {len(self.filters)} layers, the model has {held.depth}")
         own = jnp.asarray(self.filters[held.layer], jnp.float32)
-        if own.shape != (held.keys.shape[0], held.keys.shape[2]):
-            raise ValueError(f"filters: got shape {own.shape} for layer {held.layer}, takes "
-                             f"{(held.keys.shape[0], held.keys.shape[2])}")
         return -jnp.einsum("gd,gsd->gs", own, held.keys)

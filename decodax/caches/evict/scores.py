@@ -169,6 +169,10 @@ class TokenScore(Checked, abc.ABC):
         """
         return gathered
 
+    def check(self, shapes: Sequence[KVLayer]) -> None:
+        """Raises ValueError if the options are missing something, or do not fit a model whose layers have these
+        shapes. Called when a cache is made."""
+
     def consult(self, cache: Any, prompt: ReadPrompt) -> Sequence[Gathered]:
         """Returns the statistics of all layers after prefill, before the first eviction. By default those in `cache`.
 

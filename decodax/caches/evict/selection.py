@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.common.options import Checked, Count, Range
 
@@ -72,6 +73,11 @@ class Selection(Checked, abc.ABC):
     compares: ClassVar[bool] = False
     uniform: ClassVar[bool] = True
     projects: ClassVar[bool] = False
+
+    def check(self, shapes: Sequence[KVLayer]) -> None:
+        """Raises ValueError if the options do not fit a model whose layers have these shapes. Called when a cache is
+        made."""
+        self.score.check(shapes)
 
     def of_model(self, lm: Any) -> Selection:
         """Returns the selection with what its score needs of a loaded model; see `CacheConfig.of_model`."""

@@ -33,7 +33,7 @@ from decodax.cache.entry import KVEntry
 from decodax.cache.key_values import KVLayer, no_key_values, refuse_latents
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
-from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired
+from decodax.caches.evict.drafted import CHUNK, DraftedConfig, check_dense, paired
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, slots_of
 from decodax.caches.quantize.aqua_kv import affine
 from decodax.caches.rotation import rotated, turned
@@ -126,8 +126,7 @@ class KVPredictionCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
         B, n = prompt.tokens.shape
         width = min(CHUNK, n)
         empty = auxiliary.init_cache(B, -(-n // BLOCK) * BLOCK, params=weights)     # a walk takes whole blocks
-        if not isinstance(empty, Dense):
-            raise ValueError(f"auxiliary: got one with a {type(empty).__name__} cache, takes one with a dense cache")
+        assert isinstance(empty, Dense)
 
         def visit(i: Array, caches: tuple[Dense, Dense]) -> tuple[Dense, Dense]:
             cache, base = caches
@@ -222,6 +221,7 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
             raise ValueError(f"{name}: got a model with dual chunk attention, takes one without: its keys cannot be "
                              "turned back to position 0")
         found.append(layers)
+    check_dense("auxiliary", auxiliary.model)
     ours, theirs = lm.tokenizer, auxiliary.tokenizer
     if ours is not None and theirs is not None:
         if not _same_tokens(ours, theirs):

@@ -101,9 +101,9 @@ class SegmentReader(WholePromptReader):
         whole = lambda stop: _whole(q, k, v, held, self.start, stop, step=step, **options)
         if sparse is None or sliding is not None or held.shape[2] <= kind.block_size:
             return whole(self.stop.max()), KVEntry(k, v)
-        if softcap is not None or not (bias is None or isinstance(bias, FixedBias)):
-            raise ValueError(f"cache: {kind.name} scores columns and diagonals by queries and keys; takes a model "
-                             "without a soft cap of its attention scores, or a bias that tells heads apart")
+        assert softcap is None
+        if not (bias is None or isinstance(bias, FixedBias)):
+            raise kind.no_scores
         sizes = kind.sizes(layer, q.shape[2])
         columns, distances = (min(int(n), held.shape[2]) for n in sizes.max(1))
         stop = jnp.where(sparse, self.stop, 0)
@@ -250,7 +250,15 @@ class MInferenceConfig(PrefillConfig):
             given[:, head] = sizes
         return np.maximum(given, [[self.first], [self.near]]).astype(np.int32)
 
+    @property
+    def no_scores(self) -> ValueError:
+        """The error for a model whose attention scores have a soft cap, or a bias for each head."""
+        return ValueError(f"cache: {self.name} scores columns and diagonals by queries and keys; takes a model without "
+                          "a soft cap of its attention scores, or a bias that tells heads apart")
+
     def around(self, base: Dense, shapes: tuple[KVLayer, ...]) -> Cache:
+        if any(shape.softcap is not None and shape.sliding is None for shape in shapes):
+            raise self.no_scores
         if shapes and len(self.heads) > len(shapes):
             raise ValueError(f"heads: got {len(self.heads)} layers, the model has {len(shapes)}")
         for i, (heads, shape) in enumerate(zip(self.heads, shapes, strict=False)):

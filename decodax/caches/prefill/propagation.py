@@ -179,10 +179,13 @@ class ReadInPart(Wrapper):
     def layers_read(self) -> int | None:
         return len(self.base.shapes)
 
+    def refuse_whole(self) -> None:
+        raise ValueError(f"cache: {self.kind.name} has prompts stop after {self.layers_read} layers, and this model "
+                         "goes on with them; takes a model that stops, with no other cache beside this one")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if layer >= len(self.base.shapes):
-            raise ValueError(f"cache: {self.kind.name} has prompts stop after {self.layers_read} layers, and this "
-                             "model goes on with them; takes a model that stops, with no other cache beside this one")
+            self.refuse_whole()
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> ReadInPart:

@@ -25,7 +25,7 @@ from decodax.cache.key_values import FittedConfig, KVLayer, Score
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.asking import AskingDense
 from decodax.caches.configs import PaperConfig, taken
-from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired, read
+from decodax.caches.evict.drafted import CHUNK, DraftedConfig, check_dense, paired, read
 from decodax.caches.evict.selection import best
 from decodax.caches.prefill.whole_prompt import ReadAtOnce
 from decodax.common.options import Count, Whole
@@ -72,10 +72,13 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
     def room(self, running: Array) -> Array | None:
         return self.base.capacity - self.base.length if self.base.kv else None
 
+    def check_windows(self) -> None:
+        raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not follow; "
+                         "takes another cache for the draft model")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
-                             "follow; takes another cache for the draft model")
+            self.check_windows()
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> SpecPCCache:
@@ -139,8 +142,7 @@ class SpecPCConfig(FittedConfig, PaperConfig):
         B, n = tokens.shape
         w, before = self.window_size, jnp.maximum(length - self.window_size, 0)
         cache = read(draft, weights, tokens, before, w + self.lookahead_tokens)
-        if not isinstance(cache, Dense):
-            raise ValueError(f"draft: got one with a {type(cache).__name__} cache, takes one with a dense cache")
+        assert isinstance(cache, Dense)
         at = before[:, None] + jnp.arange(w, dtype=jnp.int32)
         window = causal(jnp.take_along_axis(tokens, jnp.minimum(at, n - 1), 1), before, at < length[:, None])
         share = jnp.linspace(0, 1, w) if self.weighted and w > 1 else jnp.ones(w)
@@ -166,8 +168,6 @@ class SpecPCConfig(FittedConfig, PaperConfig):
         """Runs the draft model on a window. Returns the attention of its queries to the first `n` tokens, weighted by
         `share` (`f32[B, w]`), the cache after the window, and the model's output."""
         out = draft.apply(weights, window, base)
-        if self.first >= len(out.entries):
-            raise ValueError(f"first: got {self.first}, the draft model has {len(out.entries)} layers")
         base = base.commit(out.entries, jnp.where(window.live, window.positions, -1))
         found = []
         for layer, entry in enumerate(out.entries):
@@ -254,4 +254,6 @@ def specpc(draft: Any = None, budget: Count = 1024, lookahead_tokens: Count = 1,
     kind = SpecPCConfig(budget, lookahead_tokens, window_size, kernel_size, pooling, neighbours, reduction_type,
                         first, weighted)
     taken("draft", draft, Loaded, "a smaller model with the same tokenizer, as decodax.load gives it")
+    if first >= (layers := check_dense("draft", draft)):
+        raise ValueError(f"first: got {first}, the draft model has {layers} layers")
     return DraftedConfig(kind, draft, "specpc")

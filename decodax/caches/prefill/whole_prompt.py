@@ -19,7 +19,7 @@ from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import PromptInPart, PromptPhase, ReadPrompt
 from decodax.core.types import Out
 from decodax.core.window import Window, causal
 
@@ -37,7 +37,7 @@ class ReadAtOnce(PromptPhase):
 
 
 @struct
-class Collected(PromptPhase):
+class Collected(PromptInPart):
     """A cache that only counts the tokens of a prompt, while prefill passes it chunk by chunk and no layer runs.
     `finish_prefill` then prefills all of them.
 
@@ -61,9 +61,13 @@ class Collected(PromptPhase):
     def layers_read(self) -> int | None:
         return 0
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+    def refuse_whole(self) -> None:
         raise ValueError(f"cache: {self.into.kind.name} reads a prompt when it is in, and this model reads it before; "
                          "takes a Transformer, with no other cache beside this one")
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        self.refuse_whole()
+        raise AssertionError
 
     def commit(self, entries: Entries, slots: Array) -> Collected:
         return self.replace(length=jnp.maximum(self.length, slots.max(1) + 1))

@@ -184,6 +184,9 @@ class Codec(abc.ABC):
     def check(self, shape: KVLayer) -> None:        # noqa: B027
         """Raises ValueError if the codec does not support a layer of this shape."""
 
+    def check_model(self, model: Any) -> None:      # noqa: B027
+        """Raises ValueError if the codec, which may run the model once more (`study`), does not support it."""
+
 
 @struct
 class WholeTokens(Struct):

@@ -29,7 +29,7 @@ from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, PyTree
-from decodax.core.capabilities import LoadsPrefix, PromptPhase, ReadPrompt
+from decodax.core.capabilities import LoadsPrefix, ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
@@ -92,7 +92,7 @@ def merged(earlier: Array, later: Array, length: Array, interpolation: float, mo
 
 
 @struct
-class MiniCacheCache(Tail, PromptPhase):
+class MiniCacheCache(Tail, WholePrompt):
     """A prompt whose deep layers share directions, and the tokens after it.
 
     Attributes:
@@ -109,10 +109,14 @@ class MiniCacheCache(Tail, PromptPhase):
     if TYPE_CHECKING:
         kind: MiniCacheConfig
 
+    def check_windows(self) -> None:
+        refuse_prefill("minicache")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("minicache", window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         prompt = prefix_attention(q, window.positions, self.of_prompt(layer), self.start, **options)
         out, _ = merge(self.attend_tail(layer, q, k, v, window, sinks=sinks, **options), prompt)

@@ -34,7 +34,7 @@ from decodax.common.options import Count, Positive, Range, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks
 
 
@@ -150,7 +150,7 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 
 @struct
-class QAQCache(Tail, PromptPhase):
+class QAQCache(Tail, WholePrompt):
     """A cache with the keys and values of the prompt in pools of codes of different widths, and those of later tokens
     unquantized.
 
@@ -166,10 +166,14 @@ class QAQCache(Tail, PromptPhase):
     if TYPE_CHECKING:
         kind: QAQConfig
 
+    def check_windows(self) -> None:
+        refuse_prefill("qaq")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("qaq", window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         at = window.positions
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap, sinks=sinks)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
-from decodax.core.capabilities import Draftable, DraftBase, LoadsPrefix, PromptPhase, ReadPrompt
+from decodax.core.capabilities import Draftable, DraftBase, LoadsPrefix, ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks, window_attention_lse
 
@@ -31,7 +31,7 @@ BLOCK = 512
 
 
 @struct
-class QuantizedCache(Sized, DraftBase, PromptPhase):
+class QuantizedCache(Sized, DraftBase, WholePrompt):
     """Codes of the older tokens, and the latest tokens unquantized.
 
     Attributes:
@@ -83,10 +83,14 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
     def max_commit(self) -> Array | None:
         return self.kind.ring - self.whole if self.rest else None
 
+    def check_windows(self) -> None:
+        refuse_prefill(self.kind.name)
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill(self.kind.name, window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         kind, gone = self.kind, self.gone[:, None]
         at = window.positions - gone
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
@@ -235,11 +239,13 @@ class PromptToQuantize(Wrapper, LoadsPrefix):
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 
-    def load_prefix(self, kv: Sequence[Array], length: Array,
-                    reuse: tuple[Array, Array] | None = None) -> PromptToQuantize:
+    def check_prefix(self) -> None:
         if self._gathers:
             raise ValueError(f"context: got keys and values that were computed before; {self.kind.name} has to see "
                              "the text read, so it takes the text")
+
+    def load_prefix(self, kv: Sequence[Array], length: Array,
+                    reuse: tuple[Array, Array] | None = None) -> PromptToQuantize:
         return self.replace(base=self.base.load_prefix(kv, length))
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
@@ -272,6 +278,10 @@ class QuantizedConfig(KVConfig):
                              f"{self.codec.unit}")
         if self.keep < 0:
             raise ValueError(f"keep: got {self.keep}, takes 0 or more")
+
+    def of_model(self, lm: Any) -> Self:
+        self.codec.check_model(lm.model)
+        return self
 
     @property
     def ring(self) -> int:

@@ -28,6 +28,7 @@ from decodax.caches.quantize.codecs import Codec, Codes, Span, WholeTokens, join
 from decodax.caches.quantize.hadamard import hadamard, transformed
 from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.rotation import after_rotation, before_rotation
+from decodax.caches.shapes import layers_of
 from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import CACHES
 from decodax.core.cache import PyTree
@@ -87,6 +88,11 @@ class RotateKVCodec(Codec):
             raise ValueError(f"width: got heads of {shape.width} and {values}, takes a multiple of {8 // self.bits} "
                              f"with {self.bits} bits")
 
+    def check_model(self, model: Any) -> None:
+        if self.sinks and (not isinstance(model, LayeredModel) or model.depth != len(layers_of(model))):
+            raise ValueError("cache: rotatekv looks at what enters each layer, so it takes a model whose layers can be "
+                             "run one by one; sinks=0 takes any")
+
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[WholeTokens]:
         """Finds the tokens with the largest activations at the input of each layer. Runs the model on the prompt once
@@ -101,9 +107,7 @@ class RotateKVCodec(Codec):
     def _massive(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, prompt: ReadPrompt) -> Array:
         """Returns the positions of the largest activations, `i32[L, B, sinks]`; -1: none."""
         model, n = prompt.model, prompt.tokens.shape[1]
-        if not isinstance(model, LayeredModel) or model.depth != len(shapes):
-            raise ValueError("cache: rotatekv looks at what enters each layer, so it takes a model whose layers can be "
-                             "run one by one; sinks=0 takes any")
+        assert isinstance(model, LayeredModel)
         width, P = min(CHUNK, n), self.sinks
         empty = dense(shapes, length.shape[0], kv[0].shape[2], kv[0].dtype).replace(kv=tuple(kv))
 

@@ -35,7 +35,7 @@ from decodax.common.options import Count, Range, Share, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, whole_blocks
 
@@ -133,7 +133,7 @@ def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
 
 
 @struct
-class ZipCacheCache(Tail, PromptPhase):
+class ZipCacheCache(Tail, WholePrompt):
     """Salient tokens and other tokens, quantized, and the latest ones, unquantized.
 
     Attributes:
@@ -162,10 +162,14 @@ class ZipCacheCache(Tail, PromptPhase):
     def max_commit(self) -> Array | None:
         return self.kind.stream_gap - (self.length - self.start) if self.kv else None
 
+    def check_windows(self) -> None:
+        refuse_prefill("zipcache")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        refuse_prefill("zipcache", window.is_prefill)
+        if window.is_prefill:
+            self.check_windows()
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale, sinks=sinks)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)

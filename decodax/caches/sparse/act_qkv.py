@@ -45,7 +45,7 @@ from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
@@ -62,7 +62,7 @@ class ActQKVEntry(MeasuredEntry):
 
 
 @struct
-class ActQKVCache(ReadAtOnce, SparseCache):
+class ActQKVCache(ReadAtOnce, WholePrompt, SparseCache):
     """All tokens, with a representative key of each block.
 
     An entry holds key, value, scaled query, logarithms of its softmax sums, and density of its scores.
@@ -99,6 +99,15 @@ class ActQKVCache(ReadAtOnce, SparseCache):
 
         return lax.fori_loop(0, -(-length.max() // width), visit, (self, none))[0]
 
+    def check_windows(self) -> None:
+        if any(own is not None for own in self.blocks):
+            refuse_prefill(self.kind.name)
+
+    def check_window(self, nodes: int) -> None:
+        if nodes > self.kind.room and any(own is not None for own in self.blocks):
+            raise ValueError(f"cache: {self.kind.name} takes windows of at most room={self.kind.room} nodes, got one "
+                             f"of {nodes}; takes room={nodes} or more")
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
@@ -107,10 +116,9 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         if blocks is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
-        refuse_prefill(kind.name, window.is_prefill)
-        if k.shape[1] > kind.room:
-            raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
-                             f"{k.shape[1]}; takes room={k.shape[1]} or more")
+        if window.is_prefill:
+            refuse_prefill(kind.name)
+        self.check_window(k.shape[1])
         near = window_attention_lse(q, k, v, window.visible(), window.positions, sinks=sinks, **options)
         at, asked = window.positions, q.astype(jnp.float32)
         far = kind.at_one_distance(shape, asked, at)

@@ -39,7 +39,7 @@ from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import ReadPrompt, WholePrompt
 from decodax.pallas_kernels.window_attention import Bias
 
 
@@ -68,7 +68,7 @@ class PooledEntry(KVEntry):
 
 
 @struct
-class AttentionPredictorCache(SparseCache, PromptPhase):
+class AttentionPredictorCache(SparseCache, WholePrompt):
     """All tokens, their latest attention, and the chosen blocks. An entry also holds the node's own attention.
 
     Attributes:
@@ -99,6 +99,13 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
                         for image, d in zip(self.images, self.widths, strict=True))
         return PromptToPredict(base=whole, queries=queries, shapes=self.shapes, kind=self.kind)
 
+    def check_windows(self) -> None:
+        if any(own is not None for own in self.chosen):
+            refuse_prefill(self.kind.name)
+
+    def check_window(self, nodes: int) -> None:
+        """Takes any window: its nodes see each other."""
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
@@ -106,7 +113,8 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias, sinks=sinks), entry
-        refuse_prefill(self.kind.name, window.is_prefill)
+        if window.is_prefill:
+            refuse_prefill(self.kind.name)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         at = self._read(layer)

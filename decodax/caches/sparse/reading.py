@@ -25,7 +25,7 @@ from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.capabilities import LimitsWindow, ReadPrompt, WholePrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 
@@ -33,7 +33,7 @@ X = TypeVar("X")
 
 
 @struct
-class SparseCache(KeyValues):
+class SparseCache(KeyValues, LimitsWindow):
     """Keys and values of all tokens, in the order of positions.
 
     Attributes:
@@ -60,6 +60,10 @@ class SparseCache(KeyValues):
         """Returns True if the nodes of a window attend to all tokens in this layer: in a prefill (`is_prefill`), in
         layers with a sliding window, and in layers in `skip`."""
         return is_prefill or self.kind.keeps_dense(layer, self.shapes[layer])
+
+    def check_window(self, nodes: int) -> None:
+        if not all(self.is_dense(layer, False) for layer in range(len(self.kv))):
+            self.kind.check_window(nodes)
 
     def always(self, layer: int) -> Array | None:
         """Returns the slots that every node of a window attends to beside those it selects, `i32[B, 1 or G, n]`; -1:
@@ -113,7 +117,7 @@ class SparseCache(KeyValues):
                                         bias=bias, sinks=sinks)
         if sliding is not None or self.is_dense(layer, window.is_prefill):
             return whole(), entry
-        self.kind.check_window(k.shape[1])
+        self.check_window(k.shape[1])
         slots = self.always(layer)
         some, slots = (None, None) if slots is None else gathered(self.kv[layer], slots)
         near = window_attention_lse(q, k, v, window.visible(), window.positions, some, slot_positions=slots,
@@ -135,7 +139,7 @@ class SparseCache(KeyValues):
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
 
-class IndexedCache(SparseCache, PromptPhase):
+class IndexedCache(SparseCache, WholePrompt):
     """Base of sparse caches whose index is computed from the whole prompt, which is prefilled into a dense cache first.
     Implement `index`."""
 
@@ -146,9 +150,13 @@ class IndexedCache(SparseCache, PromptPhase):
 
     def is_dense(self, layer: int, is_prefill: bool) -> bool:
         found = super().is_dense(layer, False)
-        if not found:
-            refuse_prefill(self.kind.name, is_prefill)
+        if is_prefill and not found:
+            refuse_prefill(self.kind.name)
         return found
+
+    def check_windows(self) -> None:
+        for layer in range(len(self.kv)):
+            self.is_dense(layer, True)
 
     @abc.abstractmethod
     def index(self, prompt: Dense) -> Self:

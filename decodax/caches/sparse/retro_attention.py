@@ -36,7 +36,6 @@ from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries, PyTree
-from decodax.core.capabilities import Draftable
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel, Model, Out
 from decodax.core.window import Window, each_node, take
@@ -101,7 +100,7 @@ class RetroAttentionCache(PageCache):
     if TYPE_CHECKING:
         kind: RetroAttentionConfig
 
-    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
+    def check_drafts(self) -> None:
         raise ValueError("cache: retro-attention reads the last tokens again with each new one, but not the nodes of "
                          "earlier windows; takes a method that does not draft with this cache")
 
@@ -111,13 +110,17 @@ class RetroAttentionCache(PageCache):
                              "answers: generate(..., cache=...)")
         return super().attend(layer, q, k, v, window, **options)
 
+    def check_window(self, nodes: int) -> None:
+        least = nodes + self.kind.window - 2
+        if least > self.kind.recent and self.kind.is_sparse(self.capacity):
+            raise ValueError(f"cache: retro-attention reads windows of {nodes} nodes with at least {least} recent "
+                             f"tokens, got recent={self.kind.recent}")
+
     def rows(self, window: Window) -> Rows:
         """Returns the rows that are computed for a window: each node, and the `w - 1` tokens before it on its path."""
         at, seen, w = window.positions, window.visible(), self.kind.window
         (B, W), back = at.shape, jnp.arange(w, dtype=jnp.int32)
-        if W + w - 2 > self.kind.recent:
-            raise ValueError(f"cache: retro-attention reads windows of {W} nodes with at least {W + w - 2} recent "
-                             f"tokens, got recent={self.kind.recent}")
+        self.check_window(W)
         if window.embeddings is not None:
             raise ValueError("cache: retro-attention reads tokens again by their ids; takes a method whose rounds are "
                              "of tokens")

@@ -97,6 +97,10 @@ class SentenceKVCache(Wrapper):
     written: Array
     kind: SentenceKVConfig = static()
 
+    def check_window(self, nodes: int) -> None:
+        if any(held is not None for held in self.sentences):
+            self.kind.check_window(nodes)
+
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,    # type: ignore[override]
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
@@ -110,7 +114,7 @@ class SentenceKVCache(Wrapper):
         whole = lambda: self.base.attend(layer, q, k, v, window, **options)[0]
         if held is None:
             return whole(), entry
-        self.kind.check_window(k.shape[1])
+        self.check_window(k.shape[1])
         before = window.before
         queries = q if before is None else jnp.concatenate([before.queries, q], 1)
         ended = ends if before is None else jnp.concatenate([before.ends, ends], 1)

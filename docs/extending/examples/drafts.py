@@ -59,6 +59,7 @@ class Rest(Draft):
     matches: int = 16
     length: int = 6
     nodes: int = 24
+    proposes = frozenset(("trees",))
 
     def propose(self, params, policy, s, state, drawn):
         find = lambda context: self.continuations(params.draft, context)
@@ -148,6 +149,7 @@ class Cacheback(Draft):
     leaders: int = 256
     followers: int = 4
     levels: int = 1
+    proposes = frozenset(("trees",))
 
     @property
     def length(self):

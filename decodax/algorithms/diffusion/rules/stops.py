@@ -43,6 +43,10 @@ class FirstEnd(Stop):
     filled: bool = False
     once: bool = False
 
+    @property
+    def remembers(self) -> bool:
+        return self.once
+
     def init(self, view: View) -> Memory:
         return jnp.zeros(view.start.shape, bool) if self.once else None
 

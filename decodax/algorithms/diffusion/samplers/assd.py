@@ -38,12 +38,12 @@ from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.constraints.canvas import OnCanvas
 from decodax.core import keys
-from decodax.core.algorithm import Algorithm, GuidesItself, Traits, Varies
+from decodax.core.algorithm import Algorithm, Traits, Varies
 from decodax.core.around import Around
 from decodax.core.keys import Purpose
 from decodax.core.record import Record, empty_record, record
 from decodax.core.state import State
-from decodax.core.types import Decision, Model, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
 from decodax.sampling.draw import draw
 
@@ -87,7 +87,7 @@ class Gaps(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class AnySubset(BudgetSized, Varies, GuidesItself, FillsCanvas):
+class AnySubset(BudgetSized, Varies, FillsCanvas):
     """Any-subset speculative decoding.
 
     Attributes:
@@ -127,7 +127,10 @@ class AnySubset(BudgetSized, Varies, GuidesItself, FillsCanvas):
     @property
     def traits(self) -> Traits:
         return Traits(emits=self.width, guarantee="seed-exact", canvas=True, prefills=False,
-                      needs=frozenset(("trees", "subsets", "rewrites")))
+                      needs=frozenset(("trees", "subsets", "rewrites")), refuses=(
+                          ("guidance_scale", "got one with assd, which takes none"),
+                          ("constraint", "got one with assd, whose tokens are those of the model one after another; "
+                                         "takes None")))
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
@@ -135,9 +138,6 @@ class AnySubset(BudgetSized, Varies, GuidesItself, FillsCanvas):
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         return jnp.where((s.running & ~s.algo.begun).any(), 0, 1)
-
-    def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> None:
-        raise ValueError("guidance_scale: got one with assd, which takes none")
 
     def init(self, params: Params, s: State) -> Gaps:
         B, N = s.tokens.shape
@@ -256,9 +256,7 @@ class Pass(Around):
 
     def _distribution(self, dist: Any, s: State, c: Gaps, window: Window, out: Out) -> Any:
         """Returns the policy's distributions of the tokens at the window's positions."""
-        if any(isinstance(t, OnCanvas) for t in dist.policy.transforms):
-            raise ValueError("constraint: got one with assd, whose tokens are those of the model one after another; "
-                             "takes None")
+        assert not any(isinstance(t, OnCanvas) for t in dist.policy.transforms)
         text = Decided(tokens=jnp.where(c.known, c.tokens, -1), length=jnp.full(s.batch, c.tokens.shape[1], jnp.int32),
                        prompt_length=s.prompt_length, key=s.key, policy=s.policy)
         asks = self.inner.ahead if self.first else self.inner.drafts + self.inner.ahead

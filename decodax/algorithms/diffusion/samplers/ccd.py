@@ -147,6 +147,10 @@ class Average(Shaper):
     def reads(self) -> int:      # type: ignore[override]
         return self.kept if self.past else 0
 
+    @property
+    def remembers(self) -> bool:
+        return self.past > 0
+
     def init(self, view: View) -> Memory:
         return Past.empty(view, self.past * self.kept) if self.past else None
 

@@ -31,7 +31,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
-from decodax.core.algorithm import Algorithm, LearnsFromPrompt, Traits, Varies, prefill_observer
+from decodax.core.algorithm import Algorithm, ChecksFit, LearnsFromPrompt, Traits, Varies, prefill_observer
 from decodax.core.around import Around
 from decodax.core.cache import NONE, Feature
 from decodax.core.state import State
@@ -82,7 +82,7 @@ even of a tiny model."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(LearnsFromPrompt, Varies):
+class Adaptive(LearnsFromPrompt, Varies, ChecksFit):
     """Speculative decoding with several arms, of which a controller chooses one for each round.
 
     Attributes:
@@ -113,7 +113,12 @@ class Adaptive(LearnsFromPrompt, Varies):
         arms = [arm.traits for arm in self.arms]
         guarantee = next((arm.traits.guarantee for arm in self.arms if arm != NOTHING), NOTHING.traits.guarantee)
         return Traits(emits=max(arm.emits for arm in arms), guarantee=guarantee,
-                      needs=NONE.union(*(arm.needs for arm in arms)))
+                      needs=NONE.union(*(arm.needs for arm in arms)), window=max(arm.window for arm in arms))
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        for arm in self.arms:
+            arm.check_fit(model, cache)
+        self.controller.check_arms(len(self.arms))
 
     @functools.cached_property
     def drafts(self) -> tuple[Any, ...]:

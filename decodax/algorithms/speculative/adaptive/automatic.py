@@ -86,9 +86,12 @@ class Automatic(Controller):
             if value <= 0:
                 raise ValueError(f"{name}: got {value}, takes numbers above 0")
 
+    def check_arms(self, count: int) -> None:
+        if len(self.costs) != count:
+            raise ValueError(f"costs: got {len(self.costs)} for {count} arms")
+
     def init(self, of: Arms, batch: int) -> Rates:
-        if len(of) != len(self.costs):
-            raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
+        self.check_arms(len(of))
         # as if some drafts had been tried, so that the first failures do not decide; of those that are compared on
         # paper first, half a draft
         free, first = np.array(of.on_paper)[:, None], np.arange(of.longest) == 0

@@ -73,9 +73,12 @@ class Bandit(Controller):
         if self.costs is not None and min(self.costs, default=0) <= 0:
             raise ValueError(f"costs: got {self.costs}, takes numbers above 0")
 
+    def check_arms(self, count: int) -> None:
+        if self.costs is not None and len(self.costs) != count:
+            raise ValueError(f"costs: got {len(self.costs)} for {count} arms")
+
     def init(self, of: Arms, batch: int) -> Pulls:
-        if self.costs is not None and len(self.costs) != len(of):
-            raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
+        self.check_arms(len(of))
         zero = lambda: jnp.zeros(len(of), jnp.float32)
         return for_rows(Pulls(count=zero(), reward=zero(), weight=zero(), round=jnp.zeros((), jnp.int32)), batch)
 

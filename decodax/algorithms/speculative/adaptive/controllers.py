@@ -69,6 +69,9 @@ class Controller(abc.ABC):
 
     notes: ClassVar[bool] = False
 
+    def check_arms(self, count: int) -> None:       # noqa: B027
+        """Raises ValueError if the options are not those for `count` arms."""
+
     @abc.abstractmethod
     def init(self, of: Arms, batch: int) -> Any:
         """Returns the first state.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.contracts import propose
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Drawn, Proposal
@@ -52,7 +53,7 @@ class Fallback(Draft):
         shape: shape of the tree, if the second one is a `Source`.
 
     Raises:
-        ValueError: `at_least` is below 1; or, while it is traced, the first source returns no lengths of matches or
+        ValueError: `at_least` is below 1; or, before it is traced, the first source returns no lengths of matches or
             makes trees, or the second one has probes.
     """
 
@@ -74,11 +75,35 @@ class Fallback(Draft):
     def length(self) -> int:
         return max(self.first.length, self.other.length)
 
-    if not TYPE_CHECKING:       # of a class variable
+    @property
+    def least_nodes(self) -> int:
+        return max(self.first.least_nodes, self.other.least_nodes)
+
+    if not TYPE_CHECKING:       # of class variables
+
+        @property
+        def proposes(self) -> frozenset[Form]:
+            return self.other.proposes - {"matches"}
 
         @property
         def cache_needs(self) -> frozenset[Feature]:
             return self.first.cache_needs | self.other.cache_needs
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        self.first.check_fit(model, cache)
+        self.other.check_fit(model, cache)
+        self._check("matches" in self.first.proposes and not self.first.proposes & {"trees", "probes", "draws"},
+                    "probes" in self.other.proposes)
+
+    def check_drawn(self, drawn: Drawn) -> None:
+        self.other.check_drawn(drawn)
+
+    def _check(self, matches: bool, probes: bool) -> None:
+        if not matches:
+            raise ValueError(f"first: got {type(self.first).__name__}, takes a Draft of deterministic chains that says "
+                             "how long its matches are, SuffixAutomaton or PromptLookup")
+        if probes:
+            raise ValueError(f"second: got {type(self.second).__name__}, which proposes probes; takes chains and trees")
 
     def init(self, params: Params, s: State) -> Both:
         one, two = _split(params)
@@ -88,11 +113,8 @@ class Fallback(Draft):
         one, two = _split(params)
         a, first = propose(self.first, one, policy, s, state.first, drawn)
         b, second = propose(self.other, two, policy, s, state.second, drawn)
-        if a.match is None or a.parents is not None or a.log_q is not None:
-            raise ValueError(f"first: got {type(self.first).__name__}, takes a Draft of deterministic chains that says "
-                             "how long its matches are, SuffixAutomaton or PromptLookup")
-        if b.probes is not None:
-            raise ValueError(f"second: got {type(self.second).__name__}, which proposes probes; takes chains and trees")
+        self._check(a.match is not None and a.parents is None and a.log_q is None, b.probes is not None)
+        assert a.match is not None
         mine = a.match >= self.at_least
         N = max(a.tokens.shape[1], b.tokens.shape[1])
         wide = lambda x, size, fill: jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2),

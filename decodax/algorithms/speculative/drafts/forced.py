@@ -45,6 +45,20 @@ class Forced(Draft):
     def cache_needs(self) -> frozenset[Feature]:       # type: ignore[override]
         return CHAINS if self.base is None else self.base.cache_needs
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        super().check_fit(model, cache)
+        self._check(self.base is None or not self.base.proposes & {"trees", "probes"})
+
+    def check_drawn(self, drawn: Drawn) -> None:
+        if self.base is not None:
+            self.base.check_drawn(drawn)
+            self._check(drawn in ("coupled", "ranked") or "draws" not in self.base.proposes)
+
+    def _check(self, chain: bool) -> None:
+        if not chain:
+            raise ValueError(f"base: {type(self.base).__name__} drafts more than one chain, or draws it; takes one "
+                             "that looks its chains up")
+
     @property
     def prefill_observer(self) -> Drafter | None:
         return None if self.base is None else self.base.prefill_observer
@@ -60,9 +74,7 @@ class Forced(Draft):
         if self.base is None:
             return chain(tokens, count), state
         proposal, state = propose(self.base, params, policy, s, state, drawn)
-        if proposal.parents is not None or proposal.probes is not None or proposal.log_q is not None:
-            raise ValueError(f"base: {type(self.base).__name__} drafts more than one chain, or draws it; takes one "
-                             "that looks its chains up")
+        self._check(proposal.parents is None and proposal.probes is None and proposal.log_q is None)
         more = self.length - proposal.tokens.shape[1]
         other = jnp.pad(proposal.tokens, ((0, 0), (0, more)))
         own = count > 0

@@ -70,7 +70,8 @@ class AssistantDraft(ReadsTargetKeys):
 
     def extend(self, params: Params, s: State, state: Assisting, level: Level) -> tuple[Assisting, Answer]:   # type: ignore[override]
         assert state.states is not None
-        self._one_by_one(level)
+        if level.chained and level.tokens.shape[1] > 1:
+            self.check_chained()
         step = self._run(params, s, level.tokens, take(state.states, level.parents))
         states = lax.dynamic_update_slice_in_dim(state.states, step.state, level.at + 1, 1)
         return state.replace(states=states), Answer(self._logits(params, step.hidden, 0), step.hidden)

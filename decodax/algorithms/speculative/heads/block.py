@@ -90,6 +90,11 @@ class BlockDraft(TrainedHead):
             raise ValueError(f"length: got {length}, the head predicts {self.head.longest} tokens")
         return length or self.head.longest
 
+    def check_chained(self) -> None:
+        if self.head.memory:
+            raise ValueError(f"draft: {type(self.head.correction).__name__} computes its memory at a node from that at "
+                             "its parent, so it does not take a chain of several nodes at once")
+
     def init(self, params: Params, s: State) -> BlockState:      # type: ignore[override]
         draft_weights(params.draft, self.head, HeadWeights)
         cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
@@ -116,9 +121,8 @@ class BlockDraft(TrainedHead):
 
     def extend(self, params: Params, s: State, state: BlockState, level: Level) -> tuple[BlockState, Answer]:  # type: ignore[override]
         assert state.memory is not None
-        if level.chained and level.tokens.shape[1] > 1 and self.head.memory:
-            raise ValueError(f"draft: {type(self.head.correction).__name__} computes its memory at a node from that at "
-                             "its parent, so it does not take a chain of several nodes at once")
+        if level.chained and level.tokens.shape[1] > 1:
+            self.check_chained()
         depth = level.positions - s.length[:, None] + 1
         memory, answer = self._answer(params, state, level.tokens, depth, take(state.memory, level.parents))
         return state.replace(memory=lax.dynamic_update_slice_in_dim(state.memory, memory, level.at + 1, 1)), answer

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import TREES
+from decodax.algorithms.speculative.drafter import TREES, Form
 from decodax.algorithms.speculative.drafts.text.history import Corpus, prefix_tree, tail
 from decodax.algorithms.speculative.drafts.text.ngram import NGramModel
 from decodax.algorithms.speculative.fixed_trees import Chain
@@ -146,6 +146,7 @@ class BlockLattice(Draft):
     paths: int = 4
     candidates: int = 8
     weight: float = 1.0
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         _check(self.candidates, self.weight)

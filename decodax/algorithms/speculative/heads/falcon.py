@@ -79,6 +79,10 @@ class SemiAutoregressive(TrainedHead):
     def takes_gaps(self) -> bool:
         return False            # its positions are those of the text
 
+    def check_chained(self) -> None:
+        raise ValueError("draft: Falcon computes a block from the one before, so it does not take a chain of several "
+                         "nodes at once")
+
     def init(self, params: Params, s: State) -> FalconState:     # type: ignore[override]
         draft_weights(params.draft, self.head, HeadWeights)
         h, dtype = self.head, self._dtype(params)
@@ -101,8 +105,7 @@ class SemiAutoregressive(TrainedHead):
 
     def extend(self, params: Params, s: State, state: FalconState, level: Level) -> tuple[FalconState, Answer]:    # type: ignore[override]
         if level.chained and level.tokens.shape[1] > 1:
-            raise ValueError("draft: Falcon computes a block from the one before, so it does not take a chain of "
-                             "several nodes at once")
+            self.check_chained()
         assert state.blocks is not None and state.carries is not None and state.scratch is not None
         assert state.complete is not None and state.tokens is not None
         (B, w), k, c = level.tokens.shape, self.head.block, self.head.carry_width

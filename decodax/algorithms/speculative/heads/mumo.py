@@ -12,13 +12,13 @@ does not.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import TREES, AroundSource
+from decodax.algorithms.speculative.drafter import TREES, AroundSource, Form
 from decodax.algorithms.speculative.drafts.text.history import prefix_tree
 from decodax.algorithms.speculative.heads.source import HeadState, TrainedHead, trained
 from decodax.algorithms.speculative.source import Draft
@@ -49,6 +49,7 @@ class UnitCandidates(AroundSource, Draft):
 
     source: TrainedHead
     candidates: int = 10
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         if self.candidates < 1:

@@ -51,10 +51,13 @@ class ParallelDraft(TrainedHead):
         return (state.replace(cache=cache, states=hidden),
                 Answer(self._logits(params, hidden[:, :1], 0), hidden[:, :1]))
 
+    def check_chained(self) -> None:
+        raise ValueError("draft: a P-EAGLE head takes nodes of one depth at a time, no chain of several nodes")
+
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
         assert state.states is not None
         if level.chained and level.tokens.shape[1] > 1:
-            raise ValueError("draft: a P-EAGLE head takes nodes of one depth at a time, no chain of several nodes")
+            self.check_chained()
         depth = level.positions - s.length[:, None] + 1
         hidden = take(state.states, jnp.minimum(depth, state.states.shape[1] - 1))
         return state, Answer(self._logits(params, hidden, depth), hidden)

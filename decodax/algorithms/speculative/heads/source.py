@@ -166,7 +166,8 @@ class TrainedHead(HeadSource):
 
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
         assert state.states is not None
-        self._one_by_one(level)
+        if level.chained and level.tokens.shape[1] > 1:
+            self.check_chained()
         depth = level.positions - s.length[:, None] + 1
         window = Window(tokens=level.tokens, positions=level.positions - 1 - state.skipped[:, None], mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
@@ -180,10 +181,9 @@ class TrainedHead(HeadSource):
         return (state.replace(states=states, scratch=scratch),
                 Answer(self._logits(params, step.hidden, depth), step.hidden))
 
-    def _one_by_one(self, level: Level) -> None:
-        if level.chained and level.tokens.shape[1] > 1:
-            raise ValueError(f"draft: {type(self.head).__name__} computes the state of a node from that of its parent, "
-                             "so it does not take a chain of several nodes at once")
+    def check_chained(self) -> None:
+        raise ValueError(f"draft: {type(self.head).__name__} computes the state of a node from that of its parent, so "
+                         "it does not take a chain of several nodes at once")
 
     def _pairs(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None
                ) -> tuple[Array, Window, Array]:

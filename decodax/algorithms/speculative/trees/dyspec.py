@@ -24,8 +24,8 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape
-from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape, distinct
+from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.algorithms.speculative.trees.layers import at_least, drawn_from, grow_layers, left_before
 from decodax.algorithms.speculative.verify.mcsd import MultiRound
 from decodax.common.options import Count
@@ -61,8 +61,11 @@ class DySpec(Shape):
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold: got {self.threshold}, takes 0 <= threshold < 1")
 
+    def check_drawn(self, drawn: Drawn) -> None:
+        distinct(self, drawn)
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        grower.distinct(self)
+        self.check_drawn(grower.drawn)
         least = math.log(self.threshold) if self.threshold else -math.inf
 
         def worth(g: Growth, slots: Array, children: Children, path: Array) -> tuple[Array, Array]:

@@ -46,6 +46,10 @@ class ConfidenceTree(Shape):
     def __post_init__(self) -> None:
         at_least(nodes=self.nodes, length=self.length, width=self.width)
 
+    @property
+    def least_nodes(self) -> int:
+        return min(self.nodes, self.width * self.width * self.length)
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         return grow_layers(grower.ranked, state, confidence, jnp.zeros((grower.s.batch, 1)), nodes=self.nodes,
                            depth=self.length, width=self.width, fanout=self.width)

@@ -51,6 +51,10 @@ class OptTree(Shape):
         if not self.delta >= 0:
             raise ValueError(f"delta: got {self.delta}, takes at least 0")
 
+    @property
+    def least_nodes(self) -> int:
+        return self.nodes
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         gains = lambda before, after: jnp.exp(after).sum(-1) - jnp.exp(before).sum(-1) > self.delta
         return grow_layers(grower.ranked, state, confidence, jnp.zeros((grower.s.batch, 1)), nodes=self.nodes,

@@ -23,8 +23,8 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape
-from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape, distinct
+from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.algorithms.speculative.trees.layers import at_least, drawn_from, grow_layers, left_before
 from decodax.algorithms.speculative.verify.mcsd import MultiRound
 from decodax.common.options import Count
@@ -52,8 +52,15 @@ class StochasticBeam(Shape):
     def __post_init__(self) -> None:
         at_least(width=self.width, length=self.length)
 
+    def check_drawn(self, drawn: Drawn) -> None:
+        distinct(self, drawn)
+
+    @property
+    def least_nodes(self) -> int:
+        return self.width * self.length
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        grower.distinct(self)
+        self.check_drawn(grower.drawn)
 
         def perturbed(g: Growth, slots: Array, children: Children, path: Any) -> tuple[Array, Any]:
             phi, top = path

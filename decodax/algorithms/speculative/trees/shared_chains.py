@@ -21,6 +21,8 @@ class SharedChains(Shape):
     packed (`Speculative.packed`).
     """
 
+    branches = False
+
     @abc.abstractmethod
     def log_chance(self, child: Children) -> Array:
         """Returns the estimated log-probability that the next draft of each row's chain, `child`, is accepted if all

@@ -60,6 +60,14 @@ class Sliced(Shape):
     def length(self) -> int:
         return self.tree.length
 
+    @property
+    def branches(self) -> bool:
+        return self.tree.branches
+
+    @property
+    def least_nodes(self) -> int:
+        return self.tree.least_nodes
+
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         plan = GrowthPlan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.fixed_trees import Fixed, Path
-from decodax.algorithms.speculative.source import Grower, Shape
+from decodax.algorithms.speculative.source import Grower, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
 from decodax.core.window import take
@@ -102,10 +102,13 @@ class SparseTrees(Shape):
             row[:len(t.paths)] = of(Fixed(t.paths).order)
         return found
 
-    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Any]:
-        if not isinstance(state, DepthState):
+    def check_source(self, source: Source) -> None:
+        if not source.knows_depth:
             raise ValueError("shape: SparseTrees takes the prompt tokens of 'ppd', got a "
-                             f"{type(grower.source).__name__}")
+                             f"{type(source).__name__}")
+
+    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Any]:
+        assert isinstance(state, DepthState)
         row = state.known - 1
         p, source, nodes = self.union.grow(grower, state)
         of = {path: i for i, path in enumerate(self.union.order)}

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.tree import Drawn, Tree
@@ -49,6 +50,7 @@ class BlockVerification(Verifier):
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
+    refuses: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         log_p = dist.log_probs()

@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import is_chain
@@ -24,12 +25,13 @@ class Cut(Verifier):
     same `cut`.
 
     Raises:
-        ValueError: `rounds` is below 1; or, while it is traced, the tree is not a chain.
+        ValueError: `rounds` is below 1; or, before it is traced, the draft makes trees.
     """
 
     rounds: int
     guarantee: ClassVar[Guarantee] = "approximate"
     drawn: ClassVar[Drawn] = "coupled"
+    refuses: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         if self.rounds < 1:

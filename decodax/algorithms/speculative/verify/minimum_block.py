@@ -4,10 +4,12 @@ Uszkoreit, 2018, section 5.3)."""
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.drafter import Drafter, Form
 from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, of_tokens
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import is_chain
@@ -29,11 +31,16 @@ class MinimumBlock(Verifier):
         tokens: smallest number of tokens of a round, the target's own included.
 
     Raises:
-        ValueError: `tokens` is below 1; or, while it is traced, the tree is not a chain.
+        ValueError: `tokens` is below 1; or, before it is traced, the draft makes trees.
     """
 
     verify: Verifier
     tokens: int = 1
+    refuses: ClassVar[frozenset[Form]] = frozenset(("trees",))
+
+    def check_draft(self, draft: Drafter, proposes: frozenset[Form]) -> None:
+        super().check_draft(draft, proposes)
+        self.verify.check_draft(draft, proposes)
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.tree import Drawn, Tree
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import residual
@@ -32,6 +33,7 @@ class Rejection(Verifier):
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
+    refuses: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
         log_p = dist.log_probs()

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.tree import Drawn
@@ -52,6 +53,7 @@ class KSeq(SiblingVerifier):
     rho: float | Literal["auto"] = "auto"
     guarantee: ClassVar[Guarantee] = "distribution-exact"
     drawn: ClassVar[Drawn] = "independent"
+    refuses: ClassVar[frozenset[Form]] = frozenset(("mixtures",))
 
     def __post_init__(self) -> None:
         if self.rho != "auto" and not (isinstance(self.rho, (int, float)) and self.rho >= 1):

@@ -7,12 +7,14 @@ Cache Compression Method with Integrated Retrieval and Reasoning", Fu et al., 20
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.scores import HeldLayer
 from decodax.caches.evict.selection import Budget, Selection, best
@@ -38,18 +40,21 @@ class HeadSizes(Selection):
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         """Returns the number of tokens that the layer's largest head keeps of each text of 0 to `longest` tokens,
         `i32[longest + 1]`. `budget` is not used."""
-        if len(self.sizes) != depth:
-            raise ValueError(f"heads: got those of {len(self.sizes)} layers, the model has {depth}")
         return np.minimum(np.arange(longest + 1), max(self.sizes[layer])).astype(np.int32)
 
     def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
         return sum(min(len(table) - 1, size) for size in self.sizes[layer])
 
+    def check(self, shapes: Sequence[KVLayer]) -> None:
+        super().check(shapes)
+        if len(self.sizes) != len(shapes):
+            raise ValueError(f"heads: got those of {len(self.sizes)} layers, the model has {len(shapes)}")
+        for layer, (own, shape) in enumerate(zip(self.sizes, shapes, strict=True)):
+            if len(own) != shape.heads:
+                raise ValueError(f"heads: got {len(own)} for layer {layer}, the model has {shape.heads}")
+
     def choose(self, held: HeldLayer, count: Array) -> Array:
-        own = self.sizes[held.layer]
-        if len(own) != held.keys.shape[0]:
-            raise ValueError(f"heads: got {len(own)} for layer {held.layer}, the model has {held.keys.shape[0]}")
-        return best(self.score(held), held.valid, jnp.asarray(own, jnp.int32))
+        return best(self.score(held), held.valid, jnp.asarray(self.sizes[held.layer], jnp.int32))
 
 
 def head_sizes(heads: tuple[tuple[float, ...], ...], budget: int, window_size: int, beta: float,

@@ -79,11 +79,13 @@ class Reconstruction(TokenScore):
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
         return Gathered(slots=jnp.zeros((batch, shape.heads, slots), jnp.float32))
 
-    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
+    def check(self, shapes: Sequence[KVLayer]) -> None:
         for name in ("ask", "go_on", "answer"):
             if not isinstance(getattr(self, name), tuple):
                 raise ValueError(f"{name}: got a text; a model without a tokenizer, or a cache that was not given "
                                  "to generate, takes token ids")
+
+    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
         # row by row: a chunk is as wide as many rows of other windows
         one = lambda row: self._repeated(jax.tree.map(lambda x: x[None], row[0]), row[1], prompt)
         worth = lax.map(one, (cache, prompt.tokens))

@@ -4,11 +4,13 @@ since the table is measured on each model."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.key_values import KVLayer
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, best
 from decodax.common.options import Whole
@@ -34,8 +36,6 @@ class HeadShares(Selection):
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         """Returns an upper bound on the number of tokens that a head of the layer keeps, for each text of 0 to
         `longest` tokens, `i32[longest + 1]`. It follows from the largest share; `budget` is not used."""
-        if len(self.shares) != depth:
-            raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {depth}")
         lengths = np.arange(longest + 1)
         return np.minimum(lengths, np.ceil(lengths * max(self.shares[layer])) + 1).astype(np.int32)
 
@@ -43,11 +43,17 @@ class HeadShares(Selection):
         longest = len(table) - 1
         return sum(min(longest, int(longest * share) + 2) for share in self.shares[layer])
 
+    def check(self, shapes: Sequence[KVLayer]) -> None:
+        super().check(shapes)
+        if len(self.shares) != len(shapes):
+            raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {len(shapes)}")
+        for layer, (own, shape) in enumerate(zip(self.shares, shapes, strict=True)):
+            if len(own) != shape.heads:
+                raise ValueError(f"shares: got those of {len(own)} heads for layer {layer}, the model has "
+                                 f"{shape.heads}")
+
     def choose(self, held: HeldLayer, count: Array) -> Array:
         own = np.asarray(self.shares[held.layer], np.float32)
-        if own.shape != (held.keys.shape[0],):
-            raise ValueError(f"shares: got those of {len(own)} heads for layer {held.layer}, the model has "
-                             f"{held.keys.shape[0]}")
         ideal = own * held.length.astype(jnp.float32)
         whole = jnp.floor(ideal)
         left = jnp.round(ideal.sum()) - whole.sum()       # to the heads with the largest remainders

@@ -63,10 +63,13 @@ class ShotAttention(TokenScore):
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
         return Gathered(slots=jnp.zeros((batch, shape.heads, slots), jnp.int32))
 
-    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
+    def check(self, shapes: Sequence[KVLayer]) -> None:
         if self.separator is None:
             raise ValueError("separator: got None; a model without a tokenizer, or a cache that was not given to "
                              "generate, takes the token ids that an example ends with")
+
+    def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
+        assert self.separator is not None
         cuts = (marked(prompt.tokens, self.separator) > 0).astype(jnp.int32)
         number = jnp.cumsum(cuts, 1) - cuts
         return by_slot(cache, number)

@@ -27,7 +27,7 @@ End tokens stay in the window. Drafts are deterministic, and every verifier keep
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import filling
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Probes, Proposal
@@ -85,6 +86,7 @@ class Lookahead(Draft):
     guess_set_size: Count = 7
     buckets: Count = 1024
     text: bool = True
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees", "probes"))
 
     def __post_init__(self) -> None:
         check_options(type(self), vars(self))

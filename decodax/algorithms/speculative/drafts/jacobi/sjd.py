@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafter import CHAINS, Form
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, check_fill, filling, nodes_after
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
@@ -79,6 +79,7 @@ class SJD(Draft):
     top: int = 64
     fill: Fill = "text"
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+    proposes: ClassVar[frozenset[Form]] = frozenset(("draws",))
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "length", "top")

@@ -17,13 +17,14 @@ round.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import filling
 from decodax.algorithms.speculative.drafts.text.history import following, known, matched, tail
 from decodax.algorithms.speculative.fixed_trees import Fixed
@@ -56,6 +57,7 @@ class TRJacobi(Draft):
     tree: Fixed = MEDUSA_63
     retrieved: int = 5
     ngram: int = 3
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         if self.retrieved < 1 or self.ngram < 1:

@@ -18,7 +18,7 @@ from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
-from decodax.core.capabilities import Draftable, tree_buffer
+from decodax.core.capabilities import Draftable, check_draft_cache, tree_buffer
 from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.loaded import Loaded, network_of
@@ -88,6 +88,9 @@ class DraftModel(Source):
     def fitted(self) -> Resized:
         """The model with its logits cut or padded to the target's vocabulary."""
         return Resized(self.model, self.reads, self.vocab_size)
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        check_draft_cache(self.model, cache.capacity)
 
     def init(self, params: Params, s: State) -> Drafting:
         draft_weights(params.draft, self)

@@ -27,6 +27,7 @@ from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
+from decodax.core.capabilities import check_draft_cache
 from decodax.core.loaded import Loaded
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, logits_of
@@ -79,6 +80,9 @@ class MaskedDrafts(DraftModel):
     @property
     def longest(self) -> int:
         return self.drafts
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        check_draft_cache(self.model, cache.capacity, drafts=False)
 
     def init(self, params: Params, s: State) -> Any:
         return Masked(cache=super().init(params, s).cache)

@@ -119,6 +119,10 @@ class SpecBranch(AroundSource, Draft):
         lengths = None if self.lengths is None else self.lengths.bare()
         return dataclasses.replace(self, source=self.source.bare(), lengths=lengths)
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        super().check_fit(model, cache)
+        self.source.check_chained()
+
     def init(self, params: Params, s: State) -> Branches:
         K, k, zeros = self.length, self.branches, lambda *more: jnp.zeros((s.batch, *more), jnp.int32)
         features = 0 if self.lengths is None else self.lengths.features(params.draft["lengths"])

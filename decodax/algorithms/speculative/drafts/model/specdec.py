@@ -71,6 +71,9 @@ class NonAutoregressive(MaskedDrafts):
         if isinstance(self.model, EncoderDecoder):
             object.__setattr__(self, "model", MaskPredictor.of(self.model))
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        """Takes any cache: the drafter itself has none."""
+
     def init(self, params: Params, s: State) -> Any:
         draft_weights(params.draft, self)
         source = None

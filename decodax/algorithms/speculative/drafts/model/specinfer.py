@@ -12,14 +12,14 @@ distribution from which it was drawn, and the output has the target's distributi
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import TREES
+from decodax.algorithms.speculative.drafter import TREES, Form
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
 from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
@@ -43,12 +43,13 @@ class Merged(Draft):
         shape: shape of the tree of each.
 
     Raises:
-        ValueError: fewer than two sources, or drafts that make their own trees; or, while it is traced, a verifier that
+        ValueError: fewer than two sources, or drafts that make their own trees; or, before tracing, a verifier that
             needs siblings drawn without replacement.
     """
 
     sources: tuple[Source, ...]
     shape: Fixed = Chain(4)
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees", "draws", "mixtures"))
 
     def __post_init__(self) -> None:
         if len(self.sources) < 2:
@@ -69,10 +70,15 @@ class Merged(Draft):
     def init(self, params: Params, s: State) -> Any:
         return tuple(source.init(own, s) for source, own in zip(self.sources, self._own(params), strict=True))
 
-    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+    def check_drawn(self, drawn: Drawn) -> None:
         if drawn == "distinct":
             raise ValueError("verify: Merged takes MultiRound(replacement=True) or SeedExact: what several sources "
                              "draw together is not drawn without replacement")
+        for source in self.sources:
+            source.check_drawn(drawn)
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        self.check_drawn(drawn)
         grown = [self.shape.grow(Grower(fitted(source, policy.vocab_size), own, policy, s, drawn, stream=i), x)
                  for i, (source, own, x) in enumerate(zip(self.sources, self._own(params), state, strict=True))]
         n, above = len(self.shape.paths), self.shape.parents

@@ -28,7 +28,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.contracts import propose
-from decodax.algorithms.speculative.drafter import CHAINS, TREES
+from decodax.algorithms.speculative.drafter import CHAINS, TREES, Form
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.text.ngram import NGram
 from decodax.algorithms.speculative.source import Children, Draft, Drawn, Grower, Growth, Source, fitted
@@ -89,7 +89,7 @@ class Staged(Draft):
         guesses: number of guesses in each forward pass, if `inner` is a `Source`.
 
     Raises:
-        ValueError: a number out of range; or, while it is traced, an inner draft with a state or with trees, or a
+        ValueError: a number out of range; or, before it is traced, an inner draft with a state or with trees, or a
             verifier that needs drafts drawn from q.
     """
 
@@ -123,7 +123,11 @@ class Staged(Draft):
         1`."""
         return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
 
-    if not TYPE_CHECKING:       # of a class variable
+    if not TYPE_CHECKING:       # of class variables
+
+        @property
+        def proposes(self) -> frozenset[Form]:
+            return frozenset(("trees",)) if self.spare else frozenset()
 
         @property
         def cache_needs(self) -> frozenset[Feature]:
@@ -135,13 +139,33 @@ class Staged(Draft):
         model, inner = (params.replace(draft=x) for x in params.draft)
         kept = self.inner.init(inner, s)
         if not isinstance(self.inner, Source) and jax.tree.leaves(kept):
-            raise ValueError(f"inner: got {type(self.inner).__name__}, which carries a state from round to round; "
-                             "takes a Draft that is made from the text alone, or a Source")
+            raise self._stateful
         return self.draft.init(model, s), kept
 
-    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+    @property
+    def _stateful(self) -> ValueError:
+        return ValueError(f"inner: got {type(self.inner).__name__}, which carries a state from round to round; takes a "
+                          "Draft that is made from the text alone, or a Source")
+
+    @property
+    def _branching(self) -> ValueError:
+        return ValueError(f"inner: got {type(self.inner).__name__}, takes a Draft of deterministic chains")
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        super().check_fit(model, cache)
+        if isinstance(self.inner, Draft):
+            if self.inner.proposes & {"trees", "probes"}:
+                raise self._branching
+            if self.inner.remembers:
+                raise self._stateful
+        self.draft.check_chained()
+
+    def check_drawn(self, drawn: Drawn) -> None:
         if drawn not in ("coupled", "ranked"):
             raise ValueError("verify: Staged drafts with the target's uniforms and knows no q; takes SeedExact")
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        self.check_drawn(drawn)
         model, inner = (params.replace(draft=x) for x in params.draft)
         state, kept = state
         grower = Grower(fitted(self.draft, policy.vocab_size), model, policy, s, drawn)
@@ -213,7 +237,7 @@ class Staged(Draft):
         p, _ = propose(self.inner, params, policy, s.replace(tokens=text, length=s.length + trunk.count), None,
                        "coupled")
         if p.parents is not None or p.log_q is not None or p.probes is not None:
-            raise ValueError(f"inner: got {type(self.inner).__name__}, takes a Draft of deterministic chains")
+            raise self._branching
         return p.tokens[:, :most], jnp.minimum(p.count, most)
 
     def _tree(self, grower: Grower, g: Growth, trunk: Trunk) -> tuple[Proposal, Any]:

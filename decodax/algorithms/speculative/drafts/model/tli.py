@@ -34,6 +34,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, static, struct
 from decodax.core.cache import require
+from decodax.core.capabilities import check_draft_cache
 from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.mesh import heads
@@ -132,11 +133,14 @@ class Intersection(Source):
         target's."""
         return self
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        own = check_draft_cache(self.source.model, cache.capacity)
+        require(own, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
+
     def init(self, params: Params, s: State) -> Mapped:
         draft_weights(params.draft, self, CommonTokens)
         size, capacity = room_for(self.source.model, self.room * s.cache.capacity)
         cache = self.source.model.init_cache(s.batch, capacity, params=params.draft.weights)
-        require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
         first = params.draft.prefix[:size]
         tokens = jnp.zeros((s.batch, size), jnp.int32).at[:, :first.shape[0]].set(first)
         return Mapped(tokens=tokens, length=jnp.full(s.batch, first.shape[0], jnp.int32),

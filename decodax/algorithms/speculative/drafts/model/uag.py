@@ -38,6 +38,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature, require
+from decodax.core.capabilities import check_draft_cache
 from decodax.core.checks import draft_weights
 from decodax.core.composed import data
 from decodax.core.mesh import heads
@@ -131,6 +132,13 @@ class Realigned(Draft):
         if not isinstance(self.model, Model):
             raise ValueError(f"model: got {type(self.model).__name__}, takes a Model; Realigned.of takes what "
                              "decodax.load gave")
+        if self.weights is not None:
+            self._check_window(self.weights)
+
+    def _check_window(self, weights: AlignedVocabularies) -> None:
+        if self.window < 2 * weights.target.longest:
+            raise ValueError(f"window: got {self.window} bytes, takes {2 * weights.target.longest} or more, twice the "
+                             "longest target token")
 
     @classmethod
     def of(cls, lm: Any, draft: Any, length: int = 5, steps: int | None = None, room: int | None = None) -> Realigned:
@@ -155,14 +163,14 @@ class Realigned(Draft):
         return cls(draft.model, length, steps, room or int(np.ceil(mean(target) / mean(own))) + 1,
                    max(128, 1 << (2 * target.longest - 1).bit_length()), alignment)
 
+    def check_fit(self, model: Any, cache: Any) -> None:
+        own = check_draft_cache(self.model, cache.capacity, drafts=False)
+        require(own, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
+
     def init(self, params: Params, s: State) -> Reading:
-        draft_weights(params.draft, self, AlignedVocabularies)
-        if self.window < 2 * params.draft.target.longest:
-            raise ValueError(f"window: got {self.window} bytes, takes {2 * params.draft.target.longest} or more, twice "
-                             "the longest target token")
+        self._check_window(draft_weights(params.draft, self, AlignedVocabularies))
         size, capacity = room_for(self.model, self.room * s.cache.capacity)
         cache = self.model.init_cache(s.batch, capacity, params=params.draft.weights)
-        require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
         first = params.draft.prefix[:size]
         zero = lambda: jnp.zeros(s.batch, jnp.int32)
         return Reading(tokens=jnp.zeros((s.batch, size + 1), jnp.int32).at[:, :first.shape[0]].set(first),

@@ -115,6 +115,7 @@ class DoubtfulEnd(Shape):
     probability below the row's adaptive threshold, `gamma` (`f32[B]`) in the state of `DraftExit`."""
 
     length: int
+    branches = False
 
     def grow(self, grower: Grower, state: Exit) -> tuple[Proposal, Any, Array]:
         return grow_chain(grower, state, self.length, chances(probability), lambda f, all_of_them: f >= state.gamma)

@@ -183,6 +183,7 @@ class ChosenLength(Shape):
     `DynamicExit`), or earlier, after a draft with a probability below its threshold (`least` in that state)."""
 
     length: int
+    branches = False
 
     def grow(self, grower: Grower, state: Exits) -> tuple[Proposal, Any, Array]:
         chance = lambda child, i: jnp.where(i + 1 < state.length, jnp.exp(child.own[:, 0, 0]), -1.0)

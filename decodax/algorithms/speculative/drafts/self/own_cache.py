@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
+
 from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import dense
 from decodax.cache.views import WithView
 from decodax.common.struct import short
 from decodax.core.cache import Cache, CacheConfig, Feature
-from decodax.core.capabilities import Draftable, draft_view
+from decodax.core.capabilities import Draftable, check_drafts, draft_view
 from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
@@ -74,6 +76,9 @@ class OwnCache(SelfDraft):
         if own not in (dense, self.kind):
             raise ValueError(f"cache: got {own}, but the method brings a cache of its own; takes none")
         return self.kind
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        check_drafts(jax.eval_shape(lambda: draft_view(cache, None if self.alone else self.kind)))
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
         scratch, out = self.run_root(params, s, state, room)

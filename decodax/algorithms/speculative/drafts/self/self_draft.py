@@ -15,7 +15,7 @@ from jax import Array
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.core.cache import Feature
-from decodax.core.capabilities import Draftable, tree_buffer
+from decodax.core.capabilities import Draftable, check_drafts, tree_buffer
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import LayeredModel, Out, Params
@@ -38,6 +38,9 @@ class SelfDraft(Source):
 
     model: Any
     cache_needs: ClassVar[frozenset[Feature]] = TREES       # its own nodes lie beside the target's cache
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        check_drafts(cache)
 
     def running(self, s: State, state: Any) -> Keep | None:
         """Returns which layers, or halves of layers (attention, MLP), run in this round's drafting; None: all."""

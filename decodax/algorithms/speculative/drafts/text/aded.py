@@ -22,13 +22,14 @@ or more for `explore`; the drafts are the 24 most visited paths.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.text.history import FromText
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
@@ -119,6 +120,7 @@ class ADED(FromText, Draft):
     k: int = 8
     rows: int = 4096
     explore: float = 1.25
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

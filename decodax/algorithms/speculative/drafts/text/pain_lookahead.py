@@ -13,11 +13,12 @@ equally long ones the most recent.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.text.history import (
     Corpus,
     FromText,
@@ -58,6 +59,7 @@ class NGramTrie(FromText, Draft):
     branch_length: int = 8
     suffix: int = 8
     places: int = 32
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

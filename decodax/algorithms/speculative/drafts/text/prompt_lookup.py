@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafter import CHAINS, Form
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -65,6 +65,7 @@ class PromptLookup(Draft):
     pick: Pick = "latest"
     free: ClassVar[bool] = True
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+    proposes: ClassVar[frozenset[Form]] = frozenset(("matches",))
 
     def __post_init__(self) -> None:
         if self.length < 1:

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafter import CHAINS, Form
 from decodax.algorithms.speculative.drafts.fallback import Fallback
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, known
@@ -73,6 +73,7 @@ class SuffixAutomaton(FromText, Draft):
     full: bool = False
     free: ClassVar[bool] = True
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
+    proposes: ClassVar[frozenset[Form]] = frozenset(("matches",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,13 +21,14 @@ draft model if the score is low, is not implemented.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.text.history import (
     Corpus,
     FromText,
@@ -71,6 +72,7 @@ class SuffixTree(FromText, Draft):
     nodes: int = 16
     branch: int = 12
     places: int = 24
+    proposes: ClassVar[frozenset[Form]] = frozenset(("trees",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

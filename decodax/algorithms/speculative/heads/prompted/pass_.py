@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import Form
 from decodax.algorithms.speculative.drafts.self.self_draft import conditional, layered
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.prompted.source import Prompted, PromptTokens
@@ -60,6 +61,8 @@ class LookAheadEmbeddings(PromptTokens):
         keep = (self.head.kept(self.model.depth),) if self.head.skip else ()
         state = Prompted(self.model.apply(params.target, window, conditional(s), *keep).hidden)
         return super().start(params, s, state, room)
+
+    proposes: ClassVar[frozenset[Form]] = frozenset()
 
     def probes(self, params: Params, s: State, state: Prompted, proposal: Proposal) -> None:
         return None

@@ -12,7 +12,7 @@ distribution, at places of a text (`decodax.train.drafting.prompt_tokens`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +60,7 @@ class SparsePromptTokens(PromptTokens):
     __repr__ = short
 
     trees: SparseTrees = dataclasses.field(kw_only=True)
+    knows_depth: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.by_depth import answer_by_depth, spread
-from decodax.algorithms.speculative.drafter import TREES
+from decodax.algorithms.speculative.drafter import TREES, Form
 from decodax.algorithms.speculative.heads.source import HeadSource, HeadWeights
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
@@ -55,6 +55,7 @@ class PromptTokens(HeadSource):
 
     head: ProbesHead
     takes: ClassVar[tuple[type[DraftHead], str]] = ProbesHead, "trained probes"
+    proposes: ClassVar[frozenset[Form]] = frozenset(("probes",))
     cache_needs: ClassVar[frozenset[Feature]] = TREES
 
     @property
