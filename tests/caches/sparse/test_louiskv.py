@@ -213,14 +213,14 @@ def test_nodes_of_a_tree_read_what_their_own_path_says() -> None:
     tree = Window(tokens=jnp.zeros((3, 5), jnp.int32), positions=positions, mask=jnp.asarray(sees)[None],
                   live=jnp.ones((3, 5), bool))
     out, entry = attended(cache, q, k, v, tree)
-    scratch, levels = cache.tree_buffer([entry], 5), []
+    buffer, levels = cache.tree_buffer([entry], 5), []
     for level in ([0], [1, 2], [3, 4]):
         pick = lambda x, level=level: x[:, jnp.array(level)]
         window = Window(tokens=jnp.zeros((3, len(level)), jnp.int32), positions=pick(positions),
                         mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((3, len(level)), bool))
         seen = jnp.broadcast_to(jnp.asarray(sees & ~np.eye(5, dtype=bool))[jnp.array(level)], (3, len(level), 5))
-        got, new = attended(scratch.seen_by(seen), pick(q), pick(k), pick(v), window)
-        scratch = scratch.append([new], pick(positions), jnp.int32(level[0]))
+        got, new = attended(buffer.seen_by(seen), pick(q), pick(k), pick(v), window)
+        buffer = buffer.append([new], pick(positions), jnp.int32(level[0]))
         levels.append(got)
     np.testing.assert_allclose(jnp.concatenate(levels, 1), out, atol=1e-5)
     turns = []

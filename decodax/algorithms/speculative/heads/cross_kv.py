@@ -90,19 +90,19 @@ class CrossKVDraft(ReadsTargetKeys):
         cache = truncate(state.cache, s.length - 1)
         window = causal(s.newest[:, None], s.length - 1)
         step = self._run(params, s, window, cache, cache)
-        scratch = tree_buffer(cache, step.entries, 1 + room)
-        scratch = scratch.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
-        return (Drafting(cache=cache, scratch=scratch.replace(base=None)),
+        buffer = tree_buffer(cache, step.entries, 1 + room)
+        buffer = buffer.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
+        return (Drafting(cache=cache, buffer=buffer.replace(base=None)),
                 Answer(self._logits(params, step.hidden, 0), step.hidden))
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
-        assert state.scratch is not None
+        assert state.buffer is not None
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
-        step = self._run(params, s, window, state.cache, state.scratch.replace(base=state.cache).seen_by(sees))
-        scratch = state.scratch.append(step.entries, level.positions, level.at + 1)
-        return state.replace(scratch=scratch), Answer(self._logits(params, step.hidden, 0), step.hidden)
+        step = self._run(params, s, window, state.cache, state.buffer.replace(base=state.cache).seen_by(sees))
+        buffer = state.buffer.append(step.entries, level.positions, level.at + 1)
+        return state.replace(buffer=buffer), Answer(self._logits(params, step.hidden, 0), step.hidden)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,    # type: ignore[override]
                 state: Drafting) -> Drafting:

@@ -59,7 +59,7 @@ class HeadState(Struct):
         state: `f[B, d]`, its state there.
         skipped: `i32[B]`, number of pairs of the text that the head has not read. Its own positions leave them out.
         states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
-        scratch: within a round, the buffer with the keys and values of the nodes, if they have any.
+        buffer: within a round, the buffer with the keys and values of the nodes, if they have any.
     """
 
     cache: Cache | None
@@ -67,7 +67,7 @@ class HeadState(Struct):
     state: Array
     skipped: Array
     states: Array | None = None
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,17 +151,17 @@ class TrainedHead(HeadSource):
         return one[:, :, :0], tuple(one if i in taps else None for i in range(max(taps) + 1))
 
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
-        scratch, cache = None, state.cache
+        buffer, cache = None, state.cache
         if cache is not None:
             # a row that goes on after its end keeps no pairs of tokens that were cut, and none at all if it was cut to
             # fewer tokens than were skipped
             state = state.replace(skipped=jnp.minimum(state.skipped, s.length - 1))
             cache = truncate(cache, s.length - 1 - state.skipped)
             if self.head.drafts_attend:
-                scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+                buffer = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
         hidden = state.hidden[:, None]
-        return (state.replace(cache=cache, states=states, scratch=scratch),
+        return (state.replace(cache=cache, states=states, buffer=buffer),
                 Answer(self._logits(params, hidden, 0), hidden))
 
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
@@ -170,14 +170,14 @@ class TrainedHead(HeadSource):
         depth = level.positions - s.length[:, None] + 1
         window = Window(tokens=level.tokens, positions=level.positions - 1 - state.skipped[:, None], mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
-        scratch = state.scratch
-        seen = None if scratch is None else scratch.replace(base=state.cache).seen_by(level.sees)
+        buffer = state.buffer
+        seen = None if buffer is None else buffer.replace(base=state.cache).seen_by(level.sees)
         step = self._step(params, window, take(state.states, level.parents), depth, seen)
-        if scratch is not None:
+        if buffer is not None:
             assert seen is not None
-            scratch = seen.append(step.entries, window.positions, level.at).replace(base=None)
+            buffer = seen.append(step.entries, window.positions, level.at).replace(base=None)
         states = lax.dynamic_update_slice_in_dim(state.states, step.state, level.at + 1, 1)
-        return (state.replace(states=states, scratch=scratch),
+        return (state.replace(states=states, buffer=buffer),
                 Answer(self._logits(params, step.hidden, depth), step.hidden))
 
     def _one_by_one(self, level: Level) -> None:

@@ -52,14 +52,14 @@ class InContext(Struct):
         states: `f[B, L, D]`, the target's residual stream after each layer at the token before the newest one.
         known: `bool[B]`, True if `states` is known.
         wait: `i32[B]`, number of rounds until the next search.
-        scratch: within a round, keys and values of the tree's nodes.
+        buffer: within a round, keys and values of the tree's nodes.
     """
 
     keep: Array
     states: Array
     known: Array
     wait: Array
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class CLaSp(SelfDraft):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: InContext) -> InContext:
-        state = state.replace(scratch=None)
+        state = state.replace(buffer=None)
         if out.layers is None:      # under guidance: the set stays as it is
             return state
         if decision is None:

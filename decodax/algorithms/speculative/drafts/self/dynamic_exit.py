@@ -66,7 +66,7 @@ class Exits(Struct):
         layer: `i32[B]`, exit layer of the next round.
         length: `i32[B]`, draft length of the next round.
         least: `f32[B]`, probability below which a draft is the last of the round.
-        scratch: within a round, keys and values of the tree's nodes.
+        buffer: within a round, keys and values of the tree's nodes.
     """
 
     matched: Array
@@ -75,7 +75,7 @@ class Exits(Struct):
     layer: Array
     length: Array
     least: Array
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class DynamicExit(SelfDraft):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Exits) -> Exits:
-        state = state.replace(scratch=None)
+        state = state.replace(buffer=None)
         if decision is None or out.layers is None or out.norm is None:      # no layers under guidance: the choice stays
             return state
         assert self.exits is not None

@@ -69,12 +69,12 @@ class Matched(Struct):
     Attributes:
         vector: `f32[B, D]`, sum of the prompt's hidden states.
         keep: within a round, `bool[B, L, 2]`, the half layers that draft.
-        scratch: within a round, keys and values of the tree's nodes.
+        buffer: within a round, keys and values of the tree's nodes.
     """
 
     vector: Array
     keep: Array | None = None
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)

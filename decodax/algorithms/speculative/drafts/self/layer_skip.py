@@ -50,12 +50,12 @@ class Shared(Struct):
     """State of `LayerSkip` within a round.
 
     Attributes:
-        scratch: keys and values of the nodes of the draft tree that have been processed.
+        buffer: keys and values of the nodes of the draft tree that have been processed.
         layers: for each of the first `E` layers, which the draft shares with the target, its output at these nodes,
             `f[B, 1 + room, D]`.
     """
 
-    scratch: Draftable
+    buffer: Draftable
     layers: tuple[Array, ...]
 
 
@@ -113,17 +113,17 @@ class LayerSkip(SelfDraft):
         return self.keep
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Shared, Answer]:
-        scratch, out = self.run_root(params, s, state, room)
+        buffer, out = self.run_root(params, s, state, room)
         assert out.layers is not None
         wide = lambda x: jnp.pad(x, ((0, 0), (0, room), (0, 0)))
-        return Shared(scratch, tuple(wide(x) for x in out.layers[:self.shared])), Answer(out.logits(), out.hidden)
+        return Shared(buffer, tuple(wide(x) for x in out.layers[:self.shared])), Answer(out.logits(), out.hidden)
 
     def extend(self, params: Params, s: State, state: Shared, level: Level) -> tuple[Shared, Answer]:
-        scratch, out = self.run_level(params, s, state, state.scratch, level)
+        buffer, out = self.run_level(params, s, state, state.buffer, level)
         assert out.layers is not None
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, level.at + 1, 1)
         layers = tuple(put(x, new) for x, new in zip(state.layers, out.layers[:self.shared], strict=True))
-        return Shared(scratch, layers), Answer(out.logits(), out.hidden)
+        return Shared(buffer, layers), Answer(out.logits(), out.hidden)
 
     def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> PartialForward | None:
         """Returns the outputs of the target's first `shared` layers at the newest token and all drafts, from which the
@@ -132,19 +132,19 @@ class LayerSkip(SelfDraft):
         if not (self.shared and isinstance(slots, np.ndarray)):
             return None
         t = tree(s.newest, proposal, proposal.tokens.shape[1])
-        ran = np.concatenate([[0], slots[0]])       # the node that lies in each place of the scratch
+        ran = np.concatenate([[0], slots[0]])       # the node that lies in each place of the buffer
         rest = np.setdiff1d(np.arange(t.size), ran)
         sees = np.broadcast_to(t.sees[:, rest][:, :, ran] & (ran >= 0), (s.batch, len(rest), len(ran)))
         first = tuple((i < self.shared,) * 2 for i in range(self.model.depth))
-        out = self.run_nodes(params, s, state.scratch, t.tokens[:, rest], s.length[:, None] - 1 + t.depth[:, rest],
+        out = self.run_nodes(params, s, state.buffer, t.tokens[:, rest], s.length[:, None] - 1 + t.depth[:, rest],
                              jnp.asarray(sees), jnp.eye(len(rest), dtype=bool)[None], first)
         assert out.layers is not None
         order = [*ran.tolist(), *rest.tolist()]
         place = np.array([order.index(node) for node in range(t.size)])
         whole = lambda known, new: jnp.concatenate([known, new], 1)[:, place]
-        E, scratch = self.shared, state.scratch
+        E, buffer = self.shared, state.buffer
         return PartialForward(model=self.model, layers=tuple(map(whole, state.layers, out.layers[:E])),
-                              entries=jax.tree.map(whole, scratch.entries[:E], tuple(out.entries[:E])))
+                              entries=jax.tree.map(whole, buffer.entries[:E], tuple(out.entries[:E])))
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Any) -> None:

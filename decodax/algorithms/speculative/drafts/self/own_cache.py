@@ -76,12 +76,12 @@ class OwnCache(SelfDraft):
         return self.kind
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
-        scratch, out = self.run_root(params, s, state, room)
-        return scratch, Answer(out.logits(), out.hidden)
+        buffer, out = self.run_root(params, s, state, room)
+        return buffer, Answer(out.logits(), out.hidden)
 
     def extend(self, params: Params, s: State, state: Draftable, level: Level) -> tuple[Draftable, Answer]:
-        scratch, out = self.run_level(params, s, state, state, level)
-        return scratch, Answer(out.logits(), out.hidden)
+        buffer, out = self.run_level(params, s, state, state, level)
+        return buffer, Answer(out.logits(), out.hidden)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Any) -> None:
