@@ -50,6 +50,17 @@ class Composed:
         """Returns this method with sizes that were left open (None) set for texts of at most `budget` new tokens."""
         return self._with(lambda part: part.with_length(budget))
 
+    def for_target(self, model: Any) -> Self:
+        """Returns this method with what it needs of the target's network. What it already has of one, it keeps.
+
+        Args:
+            model: the target: a `Model`, or the result of `decodax.load`.
+
+        Raises:
+            ValueError: the method cannot run on this target.
+        """
+        return self._with(lambda part: part.for_target(model))
+
     def wrap_model(self, model: Any) -> Any:
         """Returns the target model as the method runs it. A method may wrap it to run its layers in another way, or to
         keep more than keys and values in its cache. By default each part wraps the result of the part before it."""

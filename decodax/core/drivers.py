@@ -50,6 +50,7 @@ def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: in
     """
     if not alg.traits.prefills:
         return s
+    alg = alg.for_target(model)
     observer = algorithm.prefill_observer(alg)
     seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
     if observer is None:        # neither its weights nor the room that its rounds want behind the text

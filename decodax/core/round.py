@@ -36,6 +36,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
     An algorithm with `variants` has rounds of several shapes; `alg.choose` selects one of them for the whole batch.
     """
+    alg = alg.for_target(model)
     if kinds := variants(alg):
         index = alg.choose(params, policy, s)       # type: ignore[attr-defined]
         for i, variant in enumerate(kinds):

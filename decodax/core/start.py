@@ -45,8 +45,10 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         inputs: inputs of each row beside its tokens, a pytree of arrays `[B, ...]`; see `Model.init_cache`.
 
     Raises:
-        ValueError: `size` is smaller than the prompt buffer, or the algorithm needs a feature that the cache lacks.
+        ValueError: `size` is smaller than the prompt buffer, or the algorithm cannot run on the network or needs a
+            feature that the cache lacks.
     """
+    alg = alg.for_target(model)
     B, T = tokens.shape
     if size < T:
         raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")

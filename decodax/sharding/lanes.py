@@ -52,7 +52,7 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
         ValueError: the rows of the cache share memory.
     """
     divisible(s)
-    specs = batch_specs(s)
+    specs, alg = batch_specs(s), alg.for_target(model)
     if all(d.platform == "cpu" for d in mesh.devices.flat):
         model = GatheredLogits(model)
 

@@ -20,7 +20,7 @@ from tests.laws import cases
 from tests.laws.cases import VOCABULARY, lm, prompts
 
 NETWORK, WEIGHTS = cases.model("llama")
-ALG = Speculative(DraftExit(LayerSkip(NETWORK, skip_mlp=(1,)), 4, gamma=0.1, epsilon=0.2))
+ALG = Speculative(DraftExit(LayerSkip(skip_mlp=(1,)), 4, gamma=0.1, epsilon=0.2))
 
 
 @pytest.mark.wide
@@ -53,7 +53,7 @@ def test_a_chain_ends_after_the_doubtful_draft():
 
     @jax.jit
     def shallow(tokens):
-        hidden, head = NETWORK.features(WEIGHTS, tokens, keep=LayerSkip(NETWORK, skip_mlp=(1,)).keep)
+        hidden, head = NETWORK.features(WEIGHTS, tokens, keep=LayerSkip(skip_mlp=(1,)).for_target(NETWORK).keep)
         return jax.nn.softmax(head(hidden))
 
     p = np.asarray(shallow(tokens))
@@ -99,4 +99,4 @@ def test_the_system_asks_for_samples_or_for_what_a_search_found():
         algorithms.make("self-speculative", lm("llama"))
     with pytest.raises(ValueError, match="takes one of the two"):
         algorithms.make("self-speculative", lm("llama"), samples=SAMPLES[0], skip=(1,))
-    assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(NETWORK, skip=(1,))
+    assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(skip=(1,))

@@ -285,6 +285,6 @@ def test_a_llama_says_what_it_says_with_the_rule_by_hand(algorithm: Any) -> None
 def test_drafts_may_read_it_and_layers_that_read_everything_have_no_limit() -> None:
     cache = dx.caches.make("louiskv", skip=(0,))([KVLayer(2, 8)], 1, 16, jnp.float32)
     assert isinstance(cache, LouisKVCache) and cache.max_commit() is None
-    drafts = dx.Speculative(dx.drafts.OwnCache(SMALL, dx.caches.make("louiskv", budget=9, buffer=6, tau=0.1)))
+    drafts = dx.Speculative(dx.drafts.OwnCache(dx.caches.make("louiskv", budget=9, buffer=6, tau=0.1)))
     plain = dx.generate(SMALL, PROMPTS, max_new_tokens=8)
     assert dx.generate(SMALL, PROMPTS, max_new_tokens=8, algorithm=drafts).tokens.tolist() == plain.tokens.tolist()

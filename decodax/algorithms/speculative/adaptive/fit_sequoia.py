@@ -71,7 +71,7 @@ def fit_sequoia(lm: Any, source: Source, samples: Sequence[Sequence[int]], nodes
                                 **sampling)
     if nodes is not None:
         return sequoia_tree(acceptance, nodes, length)
-    sizes = sorted(set(sizes))
+    sizes, source = sorted(set(sizes)), source.for_target(lm)
     stars = [Speculative(source, rule, Fixed.balanced(n)) for n in sizes]
     times = measure(lm.model, lm.params, [*stars, Speculative(source, rule, Chain(sizes[-1]))], batch=batch,
                     vocab_size=lm.vocab_size, **sampling)

@@ -89,6 +89,7 @@ def round_times(lm: Any, source: Any, length: int, *, batch: int = 1, **options:
         Ascending numbers of tokens, the newest ones included, each with the seconds of a round.
     """
     budgets = [batch * k for k in sorted({1, (length + 1) // 2, length})]
+    source = source.for_target(lm)
     arms = [Speculative(source, shape=Tetris(budget, length), packed=True) for budget in budgets]
     times = measure(lm.model, lm.params, arms, batch=batch, vocab_size=lm.vocab_size, **options)
     return tuple((batch + budget, seconds) for budget, seconds in zip(budgets, times, strict=True))
@@ -113,7 +114,7 @@ def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch:
     """
     if not lengths:
         raise ValueError("lengths: got none, takes one or more")
-    options = {} if verify is None else {"verify": verify}
+    options, draft = {} if verify is None else {"verify": verify}, draft.for_target(lm)
     arms = (NOTHING, *(Speculative(draft, shape=Chain(k), **options) for k in sorted(set(lengths))))
     costs = measure(lm.model, lm.params, arms, batch=batch, length=length, vocab_size=lm.vocab_size, **sampling)
     return Adaptive(arms, Automatic(costs))

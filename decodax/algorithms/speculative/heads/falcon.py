@@ -64,7 +64,6 @@ class SemiAutoregressive(TrainedHead):
     """Drafts in blocks of tokens.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the head's network, a `FalconHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.

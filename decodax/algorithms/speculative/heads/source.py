@@ -25,14 +25,15 @@ from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer, truncate
 from decodax.core.checks import draft_weights
 from decodax.core.composed import data
-from decodax.core.loaded import network_of
 from decodax.core.mesh import heads
 from decodax.core.state import State
+from decodax.core.target import RunsTarget
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
 from decodax.io.drafters import TrainedDrafter, load_drafter, own_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, HeadStep
 from decodax.models.packed import Packed
+from decodax.sampling.guidance import Guided
 
 
 @struct
@@ -71,11 +72,10 @@ class HeadState(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadSource(Source):
+class HeadSource(RunsTarget, Source):
     """Base class of sources with the weights of a trained drafter.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the drafter's network.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
@@ -84,14 +84,13 @@ class HeadSource(Source):
 
     __repr__ = short
 
-    model: Any
     head: DraftHead
     weights: Any = data()
     vocab_size: int | None = None
     takes: ClassVar[tuple[type[DraftHead], str]] = DraftHead, "a trained drafter"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model)[0])
+    def for_target(self, model: Any) -> Self:
+        return super().for_target(model.base if isinstance(model, Guided) else model)
 
     @classmethod
     def trained(cls, lm: Any, draft: Any, *systems: str) -> Self:
@@ -104,7 +103,7 @@ class HeadSource(Source):
         made, (head, words) = trained(lm, draft, *systems), cls.takes
         if not isinstance(made.head, head):
             raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes {words}")
-        return cls(made.model, made.head, made.weights)
+        return cls(made.head, made.weights).for_target(lm)
 
     def for_vocabulary(self, size: int) -> Self:
         """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
@@ -310,4 +309,4 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
         raise ValueError(f"draft: got one of {draft.system!r}, {systems[0]!r} takes one of "
                          f"{' or '.join(map(repr, systems))}")
     draft.check(lm)
-    return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
+    return TrainedHead(draft.head, HeadWeights(draft.params, draft.ids)).for_target(lm)

@@ -82,15 +82,15 @@ class KNNSkip(SelfDraft):
     """Drafts with the target without the layers that the nearest anchor skips (Song et al., 2025).
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         weights: the anchors. If you call `decodax.core.drivers` yourself, put them into `Params.draft`.
     """
 
-    model: Any
     weights: Anchors | None = data()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", layered(self.model))
+    def for_target(self, model: Any) -> KNNSkip:
+        new = super().for_target(model)
+        layered(new.model)
+        return new
 
     @property
     def prefill_observer(self) -> KNNSkip:
@@ -221,4 +221,4 @@ def knn_ssd(lm: Any, domains: Any = None, length: Count = 4) -> Speculative:
     """
     if domains is None:
         raise ValueError("system: 'knn-ssd' needs domains=, for each domain a list of samples as token ids")
-    return Speculative(KNNSkip(lm, fit_anchors(lm, domains)), shape=Chain(length))
+    return Speculative(KNNSkip(fit_anchors(lm, domains)), shape=Chain(length))

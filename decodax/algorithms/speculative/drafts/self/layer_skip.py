@@ -2,9 +2,9 @@
 Self-Speculative Decoding", Elhoushi et al., 2024), or with any fixed set of its layers (Draft & Verify, Zhang et al.,
 2023).
 
-`LayerSkip.exit(model, layer)` stops after some layers and applies the target's own norm and head to their output, which
-works well with models trained for early exits. `LayerSkip(model, skip=...)` leaves out layers, or their attention or
-MLP. As in both papers, drafts attend to the full model's cache of the verified text.
+`LayerSkip(layer)` stops after some layers and applies the target's own norm and head to their output, which works well
+with models trained for early exits. `LayerSkip(skip=...)` leaves out layers, or their attention or MLP. As in both
+papers, drafts attend to the full model's cache of the verified text.
 
 The first E of the L layers, those before the first skipped one (for an early exit all that draft), compute exactly the
 target's own forward pass over the drafts. As in LayerSkip, the verification reuses their keys, values and states
@@ -64,44 +64,42 @@ class LayerSkip(SelfDraft):
     """Drafts with the target without a fixed set of its layers (Elhoushi et al., 2024; Zhang et al., 2023).
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
+        layer: number of first layers that draft, an early exit. None: all, or half of them if nothing is skipped below.
         skip: skipped layers, counted from 0.
         skip_attention: layers whose attention is skipped.
         skip_mlp: layers whose MLP is skipped.
-
-    Raises:
-        ValueError: a model whose layers cannot be skipped, or a layer that it does not have.
     """
 
-    model: Any
+    layer: int | None = None
     skip: tuple[int, ...] = ()
     skip_attention: tuple[int, ...] = ()
     skip_mlp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", layered(self.model))
-        L = self.model.depth
+        super().__post_init__()
         for name in ("skip", "skip_attention", "skip_mlp"):
-            chosen = tuple(sorted(set(getattr(self, name))))
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+
+    def for_target(self, model: Any) -> LayerSkip:
+        new = super().for_target(model)
+        L = layered(new.model).depth
+        if self.layer is not None and not 1 <= self.layer <= L:
+            raise ValueError(f"layer: got {self.layer}, takes 1 to {L}")
+        for name in ("skip", "skip_attention", "skip_mlp"):
+            chosen = getattr(self, name)
             if chosen and not 0 <= chosen[0] <= chosen[-1] < L:
                 raise ValueError(f"{name}: got {chosen}, takes layers from 0 to {L - 1}")
-            object.__setattr__(self, name, chosen)
-
-    @classmethod
-    def exit(cls, model: Any, layer: int) -> LayerSkip:
-        """Returns the drafter that runs the target's first `layer` layers (at least 1) and skips all later ones.
-        `model` is the target."""
-        L = layered(model).depth
-        if not 1 <= layer <= L:
-            raise ValueError(f"layer: got {layer}, takes 1 to {L}")
-        return cls(model, skip=tuple(range(layer, L)))
+        return new
 
     @property
     def keep(self) -> tuple[tuple[bool, bool], ...]:
         """For each of the target's layers a pair of bools: whether its attention runs, and whether its MLP runs, in
         drafting."""
-        return tuple((i not in self.skip + self.skip_attention, i not in self.skip + self.skip_mlp)
-                     for i in range(self.model.depth))
+        L, some = self.model.depth, self.skip or self.skip_attention or self.skip_mlp
+        end = self.layer or (L if some else max(L // 2, 1))
+        left_out = {*self.skip, *range(end, L)}
+        return tuple((i not in left_out.union(self.skip_attention), i not in left_out.union(self.skip_mlp))
+                     for i in range(L))
 
     @property
     def shared(self) -> int:
@@ -152,16 +150,14 @@ class LayerSkip(SelfDraft):
 
 
 @ALGORITHMS.register("layerskip", "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding",
-                     "Elhoushi et al. 2024", family="speculative-self", needs="a model", guarantee="seed-exact")
-def layerskip(lm: Any, layer: Count | None = None, length: Count = 4) -> Speculative:
+                     "Elhoushi et al. 2024", family="speculative-self", guarantee="seed-exact")
+def layerskip(layer: Count | None = None, length: Count = 4) -> Speculative:
     """Drafts with the target's first layers and its output head; the verification reuses their results.
 
     For models that were trained for early exits; others draft badly with half of their layers.
 
     Args:
-        lm: the target.
         layer: number of layers that draft; None: half of them.
         length: number of drafts in a round.
     """
-    layer = layer or max(len(lm.model.config.layers) // 2, 1)
-    return Speculative(LayerSkip.exit(lm, layer), shape=Chain(length))
+    return Speculative(LayerSkip(layer), shape=Chain(length))

@@ -6,38 +6,45 @@ up to date. Keys and values of draft nodes are kept in a buffer until the round 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.core.around import PairedReadout, Readout
 from decodax.core.cache import Feature
 from decodax.core.capabilities import Draftable, tree_buffer
 from decodax.core.loaded import network_of
 from decodax.core.state import State
+from decodax.core.target import RunsTarget
 from decodax.core.types import LayeredModel, Out, Params
 from decodax.core.window import Window, causal
-from decodax.sampling.guidance import GuidedCache
+from decodax.sampling.guidance import Guided, GuidedCache
 
 Keep = Sequence[tuple[bool, bool]] | Array
 """The parts of the layers that run: static, a pair of bools (attention, MLP) for each layer; or traced, `bool[B, L]`
 for complete layers or `bool[B, L, 2]` for halves, by row."""
 
 
-class SelfDraft(Source):
+@dataclasses.dataclass(frozen=True)
+class SelfDraft(RunsTarget, Source):
     """Base class of sources that draft with the target network itself, such as with some of its layers. Derive a frozen
     dataclass. By default the state is a struct with a field `buffer`, the keys and values of the round's draft tree,
     which is None between rounds.
-
-    Attributes:
-        model: the target's network. Its weights are `Params.target`.
     """
 
-    model: Any
     cache_needs: ClassVar[frozenset[Feature]] = TREES       # its own nodes lie beside the target's cache
+
+    def for_target(self, model: Any) -> Self:
+        network, _ = network_of(model)
+        # drafts need neither the second branch of guidance nor the logits of a readout
+        while isinstance(network, Guided | Readout) and not isinstance(network, PairedReadout):
+            network = network.base
+        return super().for_target(network)
 
     def running(self, s: State, state: Any) -> Keep | None:
         """Returns which layers, or halves of layers (attention, MLP), run in this round's drafting; None: all."""

@@ -52,9 +52,11 @@ def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None
     if mask >= lm.vocab_size:
         raise ValueError(f"mask: got {mask}, takes an id below {lm.vocab_size}")
     vectors = embeddings(lm.model, lm.params, jnp.full((1, length - 1), mask, jnp.int32))[0]
+    depth = layered(lm).depth
     head = LookAheadHead((), lm.vocab_size, width=vectors.shape[-1], heads=length - 1,
-                         skip=middle(layered(lm).depth) if skip is None else tuple(sorted(set(skip))))
-    return Speculative(LookAheadEmbeddings(lm.model, head, HeadWeights({"prompts": vectors})), verify or SeedExact(),
+                         skip=middle(depth) if skip is None else tuple(sorted(set(skip))))
+    head.kept(depth)        # which checks the layers
+    return Speculative(LookAheadEmbeddings(head, HeadWeights({"prompts": vectors})), verify or SeedExact(),
                        shape or Chain(length))
 
 
