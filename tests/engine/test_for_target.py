@@ -88,7 +88,9 @@ def test_what_has_a_target_keeps_it() -> None:
 
 def test_drafts_run_below_guidance_and_readouts() -> None:
     assert targets(METHODS["merged"].for_target(Guided(DEEP.model))) == [DEEP.model] * 2
-    assert targets(METHODS["merged"].for_target(dola(OTHER, "low"))) == [OTHER.model] * 2
+    read_out = dola(OTHER, "low")
+    assert targets(METHODS["merged"].for_target(read_out)) == [OTHER.model] * 2
+    assert targets(METHODS["own cache"].for_target(read_out)) == [read_out.model]
     head: Any = TrainedHead(MedusaHead((), 16, width=16), HeadWeights({}))
     assert targets(head.for_target(Guided(DEEP.model))) == [DEEP.model]
 

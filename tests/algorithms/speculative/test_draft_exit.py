@@ -46,7 +46,7 @@ def test_the_threshold_follows_the_acceptance():
 @pytest.mark.wide
 def test_a_chain_ends_after_the_doubtful_draft():
     _, params, chain, s = cases.start(ALG, "llama", prompts(5), dict(temperature=0.9), new=16)
-    window = jax.jit(lambda s: ALG.propose(params, chain, s)[0])(s)
+    window = jax.jit(lambda s: ALG.for_target(NETWORK).propose(params, chain, s)[0])(s)
     count, tokens = np.asarray(window.live.sum(1)) - 1, np.array(s.tokens)
     for row, length in enumerate(np.asarray(s.length)):
         tokens[row, length:length + 4] = window.tokens[row, 1:]

@@ -97,7 +97,7 @@ def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, sha
 
     @jax.jit
     def forwards(s: Any) -> Any:
-        window, _ = alg.propose(params, chain, s)
+        window, _ = alg.for_target(DEEP).propose(params, chain, s)
         anew, two = window.replace(hints=()), jnp.full(5, 2, jnp.int32)
         guided = GuidedCache(s.cache, s.cache, NegativePrompt(s.prompt_length - 1, s.newest, two), scale=jnp.ones(5))
         run = lambda network, window, cache=s.cache, weights=DEEP_WEIGHTS: network.apply(weights, window, cache)
@@ -218,7 +218,7 @@ def test_dynamic_exit_learns_from_shadow_tokens(deep: Any) -> None:
 @pytest.mark.wide
 def test_dynamic_exit_drafts_no_further_after_a_draft_in_doubt(deep: Any) -> None:
     network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY, seed=2)
-    propose, ends = jax.jit(lambda s: EXIT.propose(params, chain, s)[0]), []
+    propose, ends = jax.jit(lambda s: EXIT.for_target(DEEP).propose(params, chain, s)[0]), []
     for _ in range(3):
         s = drivers.advance(EXIT, network, params, chain, s, jnp.int32(1))
         window, state, tokens = propose(s), s.algo[0], np.array(s.tokens)

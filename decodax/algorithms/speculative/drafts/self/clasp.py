@@ -30,7 +30,7 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, conditional, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, conditional
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
@@ -63,7 +63,7 @@ class InContext(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class CLaSp(SelfDraft):
+class CLaSp(SkipsLayers):
     """Drafts with the target without the layers that matter least in the present context (Chen et al., 2025).
 
     Attributes:
@@ -85,7 +85,7 @@ class CLaSp(SelfDraft):
 
     def for_target(self, model: Any) -> CLaSp:
         new = super().for_target(model)
-        L = layered(new.model).depth
+        L = new.model.depth
         if not 1 <= new.count < L:
             raise ValueError(f"skips: got {new.count}, takes 1 to {L - 1}")
         return new

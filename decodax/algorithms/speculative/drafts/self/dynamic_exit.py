@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.threshold import grow_chain
@@ -79,7 +79,7 @@ class Exits(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicExit(SelfDraft):
+class DynamicExit(SkipsLayers):
     """Drafts with the target's first layers; the number of layers and of drafts adapts to the acceptance (DEL: Entezari
     Zarch et al., 2025).
 
@@ -109,7 +109,7 @@ class DynamicExit(SelfDraft):
 
     def for_target(self, model: Any) -> DynamicExit:
         new = super().for_target(model)
-        L, exits = layered(new.model).depth, new.after
+        L, exits = new.model.depth, new.after
         if not exits or exits[0] < 1 or exits[-1] > L:
             raise ValueError(f"exits: got {exits}, takes layers from 1 to {L}")
         return new

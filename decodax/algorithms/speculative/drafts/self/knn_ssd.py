@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, layered
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
@@ -78,7 +78,7 @@ class Matched(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class KNNSkip(SelfDraft):
+class KNNSkip(SkipsLayers):
     """Drafts with the target without the layers that the nearest anchor skips (Song et al., 2025).
 
     Attributes:
@@ -86,11 +86,6 @@ class KNNSkip(SelfDraft):
     """
 
     weights: Anchors | None = data()
-
-    def for_target(self, model: Any) -> KNNSkip:
-        new = super().for_target(model)
-        layered(new.model)
-        return new
 
     @property
     def prefill_observer(self) -> KNNSkip:

@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.algorithms.speculative.tree import Proposal, tree
@@ -60,7 +60,7 @@ class Shared(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkip(SelfDraft):
+class LayerSkip(SkipsLayers):
     """Drafts with the target without a fixed set of its layers (Elhoushi et al., 2024; Zhang et al., 2023).
 
     Attributes:
@@ -82,7 +82,7 @@ class LayerSkip(SelfDraft):
 
     def for_target(self, model: Any) -> LayerSkip:
         new = super().for_target(model)
-        L = layered(new.model).depth
+        L = new.model.depth
         if self.layer is not None and not 1 <= self.layer <= L:
             raise ValueError(f"layer: got {self.layer}, takes 1 to {L}")
         for name in ("skip", "skip_attention", "skip_mlp"):

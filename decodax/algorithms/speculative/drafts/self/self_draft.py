@@ -40,11 +40,7 @@ class SelfDraft(RunsTarget, Source):
     cache_needs: ClassVar[frozenset[Feature]] = TREES       # its own nodes lie beside the target's cache
 
     def for_target(self, model: Any) -> Self:
-        network, _ = network_of(model)
-        # drafts need neither the second branch of guidance nor the logits of a readout
-        while isinstance(network, Guided | Readout) and not isinstance(network, PairedReadout):
-            network = network.base
-        return super().for_target(network)
+        return super().for_target(model.base if isinstance(model, Guided) else model)
 
     def running(self, s: State, state: Any) -> Keep | None:
         """Returns which layers, or halves of layers (attention, MLP), run in this round's drafting; None: all."""
@@ -106,6 +102,18 @@ class SelfDraft(RunsTarget, Source):
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
         buffer, out = self.run_level(params, s, state, state.buffer, level)
         return state.replace(buffer=buffer), Answer(out.logits(), out.hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipsLayers(SelfDraft):
+    """Base class of sources that draft with a part of the target's layers."""
+
+    def for_target(self, model: Any) -> Self:
+        network, _ = network_of(model)
+        # drafts need neither the second branch of guidance nor the logits of a readout
+        while isinstance(network, Guided | Readout) and not isinstance(network, PairedReadout):
+            network = network.base
+        return super().for_target(layered(network))
 
 
 def layered(model: Any) -> LayeredModel:

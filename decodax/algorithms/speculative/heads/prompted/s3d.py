@@ -52,12 +52,10 @@ def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None
     if mask >= lm.vocab_size:
         raise ValueError(f"mask: got {mask}, takes an id below {lm.vocab_size}")
     vectors = embeddings(lm.model, lm.params, jnp.full((1, length - 1), mask, jnp.int32))[0]
-    depth = layered(lm).depth
     head = LookAheadHead((), lm.vocab_size, width=vectors.shape[-1], heads=length - 1,
-                         skip=middle(depth) if skip is None else tuple(sorted(set(skip))))
-    head.kept(depth)        # which checks the layers
-    return Speculative(LookAheadEmbeddings(head, HeadWeights({"prompts": vectors})), verify or SeedExact(),
-                       shape or Chain(length))
+                         skip=middle(layered(lm).depth) if skip is None else tuple(sorted(set(skip))))
+    source = LookAheadEmbeddings(head, HeadWeights({"prompts": vectors})).for_target(lm)    # which checks the layers
+    return Speculative(source, verify or SeedExact(), shape or Chain(length))
 
 
 __all__ = ["s3d"]
