@@ -18,6 +18,7 @@ from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.trees import Chain
 from decodax.core import drivers
 from decodax.core.composed import parts_of
+from decodax.core.resized import Resized
 from decodax.core.target import RunsTarget
 from decodax.models.drafters.stack import MedusaHead
 from decodax.sampling.guidance import Guided
@@ -83,7 +84,9 @@ def test_a_bound_method_has_the_target() -> None:
 
 
 def test_what_has_a_target_keeps_it() -> None:
-    assert targets(METHODS["merged"].for_target(OTHER).for_target(DEEP)) == [OTHER.model] * 2
+    bound = METHODS["merged"].for_target(OTHER)
+    for other in (DEEP, Resized(DEEP.model, None, None)):       # the second has no layers to run
+        assert targets(bound.for_target(other)) == [OTHER.model] * 2
 
 
 def test_drafts_run_below_guidance_and_readouts() -> None:

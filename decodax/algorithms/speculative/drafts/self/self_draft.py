@@ -109,6 +109,8 @@ class SkipsLayers(SelfDraft):
     """Base class of sources that draft with a part of the target's layers."""
 
     def for_target(self, model: Any) -> Self:
+        if self.target is not None:
+            return super().for_target(model)
         network, _ = network_of(model)
         # drafts need neither the second branch of guidance nor the logits of a readout
         while isinstance(network, Guided | Readout) and not isinstance(network, PairedReadout):
