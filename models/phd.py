@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.entry import KVEntry
-from decodax.cache.scratch import AttentionView, Scratch
+from decodax.cache.tree_buffer import AttentionView, TreeBuffer
 from decodax.cache.wrapper import Wrapper
 from decodax.common.arguments import check_counts
 from decodax.common.struct import Struct, static, struct
@@ -157,7 +157,7 @@ class Phd(ShowsWeights, RandomWeights):
         During prefill (`Window.is_prefill`) only first copies are processed, unless later tokens attend to the others;
         that requires a cache made by `init_cache`. A cache policy that selects entries gets first copies only.
         """
-        K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
+        K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalTreeBuffer)
         if K > 1 and not isinstance(cache, Cache | Draftable):      # a replacement of a cache does not support copies
             raise ValueError("cache: this kind reads a prompt in its own way; takes a model that reads each token once")
         if K == 1 or (window.is_prefill and not local):
@@ -167,7 +167,7 @@ class Phd(ShowsWeights, RandomWeights):
                        mask=self.copies.mask(window.visible(), window.positions), cached=window.cached,
                        embeddings=None if window.embeddings is None else often(window.embeddings),
                        embedded=None if window.embedded is None else often(window.embedded))
-        if isinstance(cache, Scratch):
+        if isinstance(cache, TreeBuffer):
             cache = cache.seen_by(often(cache.sees))
         out = self.inner.apply(params, nodes, _ReadsCopies(cache, window, K if local else 0))      # type: ignore[arg-type]
         last = lambda x: x[:, -W:]
@@ -295,11 +295,11 @@ class Local(Wrapper):
         return self.replace(base=base, hidden=hidden, positions=put(self.positions, slots, to))
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return LocalScratch.empty(self, entries, room)
+        return LocalTreeBuffer.empty(self, entries, room)
 
 
 @struct
-class LocalScratch(Scratch):
+class LocalTreeBuffer(TreeBuffer):
     """A buffer for draft-tree nodes of earlier windows of a round, beside a `Local` cache. It also stores the keys and
     values of the nodes' hidden decoding tokens (copies 2 to `K`)."""
 

@@ -255,7 +255,7 @@ def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, 
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []
     for text in track(systems, "drafting", console=Console(stderr=True)):
-        method: Any = Speculative(OwnCache(lm, dense)) if text == "full" else ALGORITHMS.object(text, lm)
+        method: Any = Speculative(OwnCache(dense)) if text == "full" else ALGORITHMS.object(text, lm)
         plain, drafted = (generate(lm, prompts, max_new_tokens=24, **given) for given in (
             dict(cache=method.draft.kind if method.draft.alone else None), dict(algorithm=method)))
         same = [plain.row(i).tolist() == drafted.row(i).tolist() for i in range(len(prompts))]

@@ -8,10 +8,10 @@ from decodax.cache.latest import Latest
 from decodax.cache.linear import LinearRule, LinearStates, LinearTerms, linear_states
 from decodax.cache.recurrence import ConvInputs, Factors, LinearRecurrent
 from decodax.cache.recurrent import Recurrent
-from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.slotted import Slotted, empty_slots
+from decodax.cache.tree_buffer import AttentionView, TreeBuffer
 from decodax.cache.wrapper import Wrapper
 
 __all__ = ["AskedEntry", "AttentionView", "ConvInputs", "Dense", "Factors", "KVEntry", "KVLayer", "KeyValues",
-           "Latest", "LinearRecurrent", "LinearRule", "LinearStates", "LinearTerms", "PerLayer", "Recurrent", "Scratch",
-           "Slotted", "Wrapper", "cache_of", "dense", "empty_kv", "empty_slots", "linear_states", "own_entry"]
+           "Latest", "LinearRecurrent", "LinearRule", "LinearStates", "LinearTerms", "PerLayer", "Recurrent", "Slotted",
+           "TreeBuffer", "Wrapper", "cache_of", "dense", "empty_kv", "empty_slots", "linear_states", "own_entry"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.entry import own_entry
-from decodax.cache.scratch import Scratch
+from decodax.cache.tree_buffer import TreeBuffer
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
 from decodax.core.cache import ALL, Cache, CacheConfig, Entries, Feature, PyTree
@@ -102,7 +102,7 @@ class KeyValues(DraftBase):
         return self.given
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)
 
 
 @struct

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.entry import own_entry
-from decodax.cache.scratch import Scratch
+from decodax.cache.tree_buffer import TreeBuffer
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Entries, Feature, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
@@ -352,7 +352,7 @@ class LinearStates(Sized, DraftBase):
         return self.replace(states=states, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)
 
 
 def _committed(rule: LinearRule, state: LinearState, length: Array, k: Array, v: Array, slots: Array) -> LinearState:

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.cache.scratch import AttentionView
+from decodax.cache.tree_buffer import AttentionView
 from decodax.common.axes import DATA, MODEL
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Entries, Feature, Layout, PyTree, Sized
@@ -172,14 +172,14 @@ class LinearRecurrent(Sized, DraftBase):
             states.append(None if state is None else _after(state, own.keys, own.values, own.total, slots))
         return self.replace(rings=tuple(rings), states=tuple(states), length=length)
 
-    def tree_buffer(self, entries: Entries, room: int) -> LinearScratch:
+    def tree_buffer(self, entries: Entries, room: int) -> LinearTreeBuffer:
         zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
-        return LinearScratch(base=self, nodes=jax.tree.map(zeros, tuple(entries)),
-                             positions=jnp.zeros((self.length.shape[0], room), jnp.int32))
+        return LinearTreeBuffer(base=self, nodes=jax.tree.map(zeros, tuple(entries)),
+                                positions=jnp.zeros((self.length.shape[0], room), jnp.int32))
 
 
 @struct
-class LinearScratch(Draftable):
+class LinearTreeBuffer(Draftable):
     """Entries of the nodes of a draft tree, and the cache of the verified text.
 
     Attributes:
@@ -195,7 +195,7 @@ class LinearScratch(Draftable):
     positions: Array
     sees: Array | None = None
 
-    def seen_by(self, sees: Array) -> LinearScratch:
+    def seen_by(self, sees: Array) -> LinearTreeBuffer:
         return self.replace(sees=sees)
 
     def _view(self, layer: int, window: Window) -> AttentionView:
@@ -215,7 +215,7 @@ class LinearScratch(Draftable):
         `LinearRecurrent.recur`."""
         return self.base.recur(layer, q, k, v, decay, x, self._view(layer, window), chunk=chunk, rate=rate)
 
-    def append(self, entries: Entries, positions: Array, at: Array) -> LinearScratch:
+    def append(self, entries: Entries, positions: Array, at: Array) -> LinearTreeBuffer:
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
         return self.replace(nodes=jax.tree.map(put, self.nodes, tuple(entries)),
                             positions=put(self.positions, positions), sees=None)

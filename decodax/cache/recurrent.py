@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.cache.scratch import AttentionView
+from decodax.cache.tree_buffer import AttentionView
 from decodax.common.axes import DATA, MODEL
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, Feature, Layout, PyTree, Sized
@@ -92,14 +92,14 @@ class Recurrent(Sized, DraftBase):
         return self.replace(states=jax.tree.map(put, self.states, tuple(entries)),
                             length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def tree_buffer(self, entries: Entries, room: int) -> RecurrentScratch:
+    def tree_buffer(self, entries: Entries, room: int) -> RecurrentTreeBuffer:
         zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[1:]), x.dtype)
-        return RecurrentScratch(base=self, states=jax.tree.map(zeros, self.states),
-                                positions=jnp.zeros((self.length.shape[0], room), jnp.int32))
+        return RecurrentTreeBuffer(base=self, states=jax.tree.map(zeros, self.states),
+                                   positions=jnp.zeros((self.length.shape[0], room), jnp.int32))
 
 
 @struct
-class RecurrentScratch(Draftable):
+class RecurrentTreeBuffer(Draftable):
     """Recurrent states of the nodes of a draft tree, and the cache of the verified text.
 
     Attributes:
@@ -115,7 +115,7 @@ class RecurrentScratch(Draftable):
     positions: Array
     sees: Array | None = None
 
-    def seen_by(self, sees: Array) -> RecurrentScratch:
+    def seen_by(self, sees: Array) -> RecurrentTreeBuffer:
         return self.replace(sees=sees)
 
     def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
@@ -125,7 +125,7 @@ class RecurrentScratch(Draftable):
         start = _start(self.base.states[layer], self.states[layer], self.sees, self.positions, window.positions)
         return _down(step, start, x, _above(window.visible(), window.positions))
 
-    def append(self, entries: Entries, positions: Array, at: Array) -> RecurrentScratch:
+    def append(self, entries: Entries, positions: Array, at: Array) -> RecurrentTreeBuffer:
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
         return self.replace(states=jax.tree.map(put, self.states, tuple(entries)),
                             positions=put(self.positions, positions), sees=None)

@@ -10,7 +10,7 @@ from jax import Array
 
 from decodax.cache.dense import write_entries
 from decodax.cache.key_values import KVConfig, KVLayer
-from decodax.cache.scratch import Scratch
+from decodax.cache.tree_buffer import TreeBuffer
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
@@ -74,4 +74,4 @@ class Tail(Sized, DraftBase):
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.scratch import Scratch
+from decodax.cache.tree_buffer import TreeBuffer
 from decodax.core import capabilities
 from decodax.core.cache import Cache, Entries, Feature, Layout, PyTree
 from decodax.core.capabilities import (
@@ -126,7 +126,7 @@ class Combined(PromptInPart, WholePrompt, LimitsWindow, Refreshes, Truncates, Dr
         return self.each(new)
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)
 
 
 def _all(combine: Callable[[Array, Array], Array], values: list[Array | None]) -> Array | None:

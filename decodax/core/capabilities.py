@@ -151,7 +151,7 @@ class DraftBase(Cache):
     @abc.abstractmethod
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         """Returns this cache with an empty buffer for `room` nodes of a draft tree. `entries`, the entries of any
-        window, give the shapes. `Scratch.empty` makes such a buffer for keys and values."""
+        window, give the shapes. `TreeBuffer.empty` makes such a buffer for keys and values."""
 
     def draft_view(self, kind: Any = None) -> Cache:
         """Returns the smaller cache that a model attends to when it drafts for itself.

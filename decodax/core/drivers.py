@@ -27,6 +27,7 @@ from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
 from decodax.core.round import run
 from decodax.core.start import init_state
 from decodax.core.state import State, Stats, Status
+from decodax.core.target import for_target
 from decodax.core.types import Model, Params
 
 begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top_logprobs"), keep_unused=True)
@@ -50,6 +51,7 @@ def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: in
     """
     if not alg.traits.prefills:
         return s
+    alg = for_target(alg, model)
     observer = algorithm.prefill_observer(alg)
     seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
     if observer is None:        # neither its weights nor the room that its rounds want behind the text

@@ -22,6 +22,7 @@ from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats, Status
+from decodax.core.target import for_target
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window, take
 
@@ -36,6 +37,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
     An algorithm with `variants` has rounds of several shapes; `alg.choose` selects one of them for the whole batch.
     """
+    alg = for_target(alg, model)
     if kinds := variants(alg):
         index = alg.choose(params, policy, s)       # type: ignore[attr-defined]
         for i, variant in enumerate(kinds):

@@ -16,6 +16,7 @@ from decodax.core.capabilities import check_window, layers_read, prefill_cache
 from decodax.core.mesh import auto_region, heads
 from decodax.core.record import empty_record
 from decodax.core.state import State, Stats, Status
+from decodax.core.target import for_target
 from decodax.core.types import Model, Params
 
 
@@ -72,8 +73,10 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
         inputs: inputs of each row beside its tokens, a pytree of arrays `[B, ...]`; see `Model.init_cache`.
 
     Raises:
-        ValueError: `size` is smaller than the prompt buffer; or as in `check_fit`.
+        ValueError: `size` is smaller than the prompt buffer; the algorithm cannot run on the network; or as in
+            `check_fit`.
     """
+    alg = for_target(alg, model)
     B, T = tokens.shape
     if size < T:
         raise ValueError(f"size: got {size} slots for a prompt buffer of {T} tokens")

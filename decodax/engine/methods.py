@@ -15,6 +15,7 @@ from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
+from decodax.core.target import for_target
 from decodax.io.kinds import is_drafter
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
@@ -117,10 +118,11 @@ def method_on(lm: LM, cache: Any, algorithm: Any, rows: int, draft: Any = None) 
 
 
 def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
-    """Returns the decoding method, given as an object or a string, or the default of the model.
+    """Returns the decoding method, given as an object or a string, or the default of the model, with what it needs of
+    the model's network (`for_target`).
 
     Args:
-        lm: the model.
+        lm: the model, with its cache.
         given: the object, the string, or None.
         rows: number of rows of the batch, for methods that are tuned to it.
         draft: draft model, for methods given by a string.
@@ -155,7 +157,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
                                                         and lm.diffusion.shift):
         raise ValueError(f"algorithm: got {what} for {lm.name!r}, which fills masks and sees both sides of them; takes "
                          "a sampler of masked diffusion, such as decodax.algorithms.llada()")
-    return method
+    return for_target(method, lm)
 
 
 def _default(lm: LM) -> Algorithm:

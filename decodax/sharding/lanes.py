@@ -26,6 +26,7 @@ from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
 from decodax.core.round import run
 from decodax.core.state import State
+from decodax.core.target import for_target
 from decodax.core.types import Model, Out, Params
 from decodax.core.window import Window
 from decodax.sharding.place import batch_specs
@@ -52,7 +53,7 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
         ValueError: the rows of the cache share memory.
     """
     divisible(s)
-    specs = batch_specs(s)
+    specs, alg = batch_specs(s), for_target(alg, model)
     if all(d.platform == "cpu" for d in mesh.devices.flat):
         model = GatheredLogits(model)
 

@@ -157,7 +157,7 @@ class Bench(Rounds):
         ids = jnp.arange(0, self.vocab, 4) if name == "eagle-3" else None
         head: Any = SYSTEMS["fastmtp" if name == "mtp" else name].head(
             self.model.config, self.vocab if ids is None else ids.size)
-        return TrainedHead(self.model, head, HeadWeights(head.init_params(jax.random.key(0)), ids))
+        return TrainedHead(head, HeadWeights(head.init_params(jax.random.key(0)), ids))
 
     def automatic(self) -> list[dict[str, Any]]:
         """The automatic draft length where no drafts pay: nothing can be looked up in the text, and the head is one

@@ -139,7 +139,7 @@ def beside(name: str) -> object:
     """Runs drafts on a cache of their own."""
     lm = DEEP if name in DEEPER else SMALL
     kind = make(name, **OPTIONS[name])
-    return dx.generate(lm, PROMPTS, max_new_tokens=8, algorithm=dx.Speculative(dx.drafts.OwnCache(lm, kind)))
+    return dx.generate(lm, PROMPTS, max_new_tokens=8, algorithm=dx.Speculative(dx.drafts.OwnCache(kind)))
 
 
 # the model, its size, the windows and the texts that a cache is given: message, call

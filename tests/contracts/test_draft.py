@@ -62,6 +62,7 @@ from decodax.core.around import Around, AroundModel
 from decodax.core.cache import Cache, CacheConfig, Feature
 from decodax.core.capabilities import DraftBase, PromptPhase, Refreshes, Truncates
 from decodax.core.composed import Composed, parts_of
+from decodax.core.target import RunsTarget, for_target
 from decodax.core.types import Model
 from decodax.engine.piggyback import Mixed, Piggyback
 
@@ -93,7 +94,7 @@ def public(cls: type) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told(Drafter):
+class Told(RunsTarget, Drafter):
     """What is asked of it shows in what it is then."""
 
     number: int = 1
@@ -101,6 +102,7 @@ class Told(Drafter):
     weighed: bool = True
     budget: int = 0
     size: int = 0
+    network: int = 0
     length: ClassVar[int] = 2
     cache_needs: ClassVar[frozenset[Feature]] = frozenset(("truncation",))
 
@@ -120,6 +122,9 @@ class Told(Drafter):
 
     def for_vocabulary(self, size: int) -> Self:
         return dataclasses.replace(self, size=size)
+
+    def for_target(self, model: Any) -> Self:
+        return dataclasses.replace(self, network=model)
 
     def wrap_model(self, model: Any) -> Any:
         return (*model, self.number)
@@ -201,6 +206,7 @@ def test_a_wrapper_of_drafts_forwards_what_is_asked_of_it(cls: type) -> None:
         assert markers(whole.weights) >= numbers
         assert not any(x.weighed for x in told(whole.bare())) and len(told(whole.bare())) == len(inner)
     assert {x.budget for x in told(whole.with_length(8))} == {8}
+    assert {x.network for x in told(for_target(whole, 7))} == {7}
     assert set(whole.wrap_model(())) == {int(x) for x in numbers}
     needs = whole.traits.needs if isinstance(whole, Algorithm) else whole.cache_needs
     assert (cls, "cache_needs") in OWN or needs >= {"truncation"}

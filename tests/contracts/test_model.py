@@ -225,7 +225,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str, shape: Any) -
 @pytest.mark.parametrize("name", often(["griffin"], ["llama", "linearized beside softmax", "griffin"]))
 def test_a_model_that_drafts_with_some_of_its_layers_changes_no_token(name: str, skip: str) -> None:
     """The layers that are left out are all of one kind, or some of each."""
-    drafts = dx.Speculative(dx.drafts.LayerSkip(lm(name), skip=tuple(map(int, skip))), shape=TREE)
+    drafts = dx.Speculative(dx.drafts.LayerSkip(skip=tuple(map(int, skip))), shape=TREE)
     assert run(name, drafts).tokens.tolist() == run(name).tokens.tolist()
 
 

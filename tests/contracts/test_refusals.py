@@ -68,7 +68,7 @@ def drafting(name: str) -> Any:
 def beside(name: str) -> Callable[[], object]:
     """A call whose drafts read a cache of a name beside that of the text."""
     lm = DEEP if name in DEEPER else SMALL
-    return run(dx.Speculative(dx.drafts.OwnCache(lm, cached(name))), lm=lm)
+    return run(dx.Speculative(dx.drafts.OwnCache(cached(name))), lm=lm)
 
 
 def on_table(draft: Any, verify: Any = None, shape: Any = None) -> Callable[[], object]:

@@ -98,7 +98,7 @@ def test_a_head_that_reads_rounds_without_drafts_later_drafts_the_same(name: str
     source: Any = drafting_source(lm, fresh(name, lm))
     _store(monkeypatch, 8 if source.takes_gaps else 4)
     Eager: Any = dataclasses.dataclass(frozen=True)(type("Eager", (type(source),), {"defers": False}))
-    eager = Eager(source.model, source.head, source.weights)
+    eager = Eager(source.head, source.weights)
     options: Any = dict(new=30, size=64)
 
     def run(source: Any) -> State:

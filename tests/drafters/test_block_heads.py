@@ -68,7 +68,7 @@ def weighted(head, spread=0.3):
 @functools.cache
 def drafter(name):
     head = HEADS[name]
-    return BlockDraft(model("llama")[0], head), HeadWeights(weighted(head))
+    return BlockDraft(head).for_target(model("llama")[0]), HeadWeights(weighted(head))
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def test_drafts_of_a_head_keep_the_targets_distribution(name, shape, verify, ids
     head = dataclasses.replace(HEADS[name], taps=(), vocab=vocab, config=dataclasses.replace(CONFIG, vocab=vocab),
                                feature_width=8, target_vocab=VOCABULARY, own_head=True, own_table=True)
     own = HeadWeights(weighted(head, 0.5), None if ids is None else jnp.asarray(ids, jnp.int32))
-    alg = Speculative(BlockDraft(model("toy")[0], head, vocab_size=VOCABULARY), verify, shape)
+    alg = Speculative(BlockDraft(head, vocab_size=VOCABULARY), verify, shape)
     s = decode(alg, "toy", [PROMPT] * TREES, LAW_POLICIES["temperature"], new=3, size=16, draft=own)
     made, wanted = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3], joint("temperature")
     for n in (1, 2, 3):

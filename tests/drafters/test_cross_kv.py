@@ -48,7 +48,8 @@ def drafter(name):
     head = HEADS[name]
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
-    return (MixtureDraft if name.startswith("mixture") else CrossKVDraft)(model("llama")[0], head), HeadWeights(weights)
+    return (MixtureDraft if name.startswith("mixture") else CrossKVDraft)(head).for_target(
+        model("llama")[0]), HeadWeights(weights)
 
 
 @pytest.mark.wide
@@ -250,11 +251,11 @@ def test_a_head_for_another_target_is_refused(tmp_path):
     assert load_drafter(tmp_path, lm("llama")).head == head
     other = dataclasses.replace(CONFIG, kv_heads=4)
     with pytest.raises(ValueError, match="draft: the head reads 2 keys and values of width 4 for a token, and layer 1"):
-        CrossKVDraft(Transformer(other), head)
+        CrossKVDraft(head).for_target(Transformer(other))
     with pytest.raises(ValueError, match="reads the keys and values of layer 7 of its target"):
-        CrossKVDraft(Transformer(CONFIG), dataclasses.replace(head, layer=7))
+        CrossKVDraft(dataclasses.replace(head, layer=7)).for_target(Transformer(CONFIG))
     with pytest.raises(ValueError, match="model: got Toy, takes a Transformer"):
-        CrossKVDraft(model("toy")[0], head)
+        CrossKVDraft(head).for_target(model("toy")[0])
     with pytest.raises(ValueError, match="config: takes one layer"):
         dataclasses.replace(head, config=CONFIG)
     medusa = TrainedDrafter("glide", objective_of("medusa", lm("llama")).head, {})

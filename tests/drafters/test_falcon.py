@@ -29,7 +29,7 @@ def drafter(block=2):
     head = FalconHead((), VOCABULARY, config=ONE, block=block)
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
-    return SemiAutoregressive(model("llama")[0], head), HeadWeights(weights)
+    return SemiAutoregressive(head).for_target(model("llama")[0]), HeadWeights(weights)
 
 
 @pytest.mark.wide

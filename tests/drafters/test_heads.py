@@ -62,7 +62,7 @@ def drafter(name, target="llama"):
     head = HEADS[name]
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
-    return TrainedHead(model(target)[0], head), HeadWeights(weights)
+    return TrainedHead(head).for_target(model(target)[0]), HeadWeights(weights)
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def test_drafts_of_a_head_keep_the_targets_distribution(shape, verify, ids):
     weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
                            head.init_params(jax.random.key(0)))
     own = HeadWeights(weights, None if ids is None else jnp.asarray(ids, jnp.int32))
-    alg = Speculative(TrainedHead(model("toy")[0], head, vocab_size=VOCABULARY), verify, shape)
+    alg = Speculative(TrainedHead(head, vocab_size=VOCABULARY), verify, shape)
     s = decode(alg, "toy", [PROMPT] * TREES, LAW_POLICIES["temperature"], new=3, size=16, draft=own)
     made, wanted = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3], joint("temperature")
     for n in (1, 2, 3):

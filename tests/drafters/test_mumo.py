@@ -17,7 +17,7 @@ from decodax.models.drafters.units import UnitHead
 from decodax.train.drafting.features import target_outputs
 from decodax.train.drafting.systems import first_weights, objective_of
 from tests.drafters.test_heads import MIXED, plain
-from tests.laws.cases import VOCABULARY, decode, lm, model, prompts, start, texts
+from tests.laws.cases import VOCABULARY, decode, lm, prompts, start, texts
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def drafter():
 @pytest.mark.wide
 def test_the_output_is_plain_decodings_and_drafts_are_the_heads_best_units():
     made = drafter()
-    draft = UnitCandidates(TrainedHead(model("llama")[0], made.head), 3)
+    draft = UnitCandidates(TrainedHead(made.head), 3)
     alg, weights = Speculative(draft), HeadWeights(made.params, made.ids)
     s = decode(alg, "llama", prompts(5), MIXED, eos=[1], draft=weights)
     assert texts(s) == plain()
@@ -105,4 +105,4 @@ def test_a_drafter_of_units_is_for_mumo_alone():
     with pytest.raises(ValueError, match=r"^ids: got none, 'mumo' takes units \[U, L\]"):
         objective_of("mumo", lm("llama"))
     with pytest.raises(ValueError, match=r"^candidates: got 0, takes at least 1"):
-        UnitCandidates(TrainedHead(model("llama")[0], drafter().head), 0)
+        UnitCandidates(TrainedHead(drafter().head), 0)

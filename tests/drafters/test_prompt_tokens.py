@@ -40,7 +40,7 @@ def drafter(kind="prompts"):
     weights = jax.tree.map(lambda x: jax.random.normal(jax.random.key(7), x.shape) * x.shape[-2] ** -0.5, shapes)
     if kind == "prompts":
         weights = {"prompts": jax.random.normal(jax.random.key(7), (K, 16))}
-    return PromptTokens(model("llama")[0], HEADS[kind], vocab_size=VOCABULARY), HeadWeights(weights)
+    return PromptTokens(HEADS[kind], vocab_size=VOCABULARY).for_target(model("llama")[0]), HeadWeights(weights)
 
 
 LONGEST = 60

@@ -44,7 +44,7 @@ def algorithms():
     return {"plain": None, "lookup": page()["lookup"],
             "tree": dx.Speculative(dx.drafts.DraftModel(draft), shape=Fixed.balanced(2, 2, 1)),
             # a tree that grows level by level beside the cache itself
-            "own layers": dx.Speculative(LayerSkip.exit(network, 1), shape=Fixed.balanced(2, 1, 1))}
+            "own layers": dx.Speculative(LayerSkip(1), shape=Fixed.balanced(2, 1, 1))}
 
 
 @functools.cache

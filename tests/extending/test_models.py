@@ -105,10 +105,10 @@ def test_methods_that_cut_back_or_rewrite_and_inputs_are_refused_by_name(recurre
     with pytest.raises(ValueError, match="inputs: DeltaNet takes none"):
         tokens_of(recurrent, inputs=np.zeros((4, 1)))
     with pytest.raises(ValueError, match="model: got DeltaNet, takes a Transformer, whose layers run one by one"):
-        dx.drafts.CLaSp(recurrent, skips=1)
+        dx.drafts.CLaSp(skips=1).for_target(recurrent)
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation, which "
                                          "Recurrent does not"):
-        tokens_of(recurrent, algorithm=dx.Speculative(dx.drafts.CLaSp(attention(), skips=1)))
+        tokens_of(recurrent, algorithm=dx.Speculative(dx.drafts.CLaSp(skips=1).for_target(attention())))
     from decodax.algorithms.diffusion import Adapter, Blocks, DualCache, MaskedDiffusion
     from decodax.models import Diffusion
 

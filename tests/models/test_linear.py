@@ -268,8 +268,7 @@ def test_a_loaded_model_is_linearized() -> None:
 def test_methods_that_a_recurrent_state_cannot_serve_are_refused_by_name(tmp_path: Any) -> None:
     name = "linearized beside softmax"
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation"):
-        tokens(name, algorithm=dx.Speculative(dx.drafts.CLaSp(dataclasses.replace(
-            lm(name), model=Transformer(BASE), params=Transformer(BASE).init_params(jax.random.key(0))), skips=1)))
+        tokens(name, algorithm=dx.Speculative(dx.drafts.CLaSp(skips=1).for_target(Transformer(BASE))))
     with pytest.raises(ValueError, match="no layer of the model caches keys and values"):
         tokens("elu", cache="snapkv:budget=14,window_size=4")
     with pytest.raises(ValueError, match="runs the model once more for its choice"):

@@ -15,7 +15,7 @@ from decodax.cache.views import WithView
 from decodax.cache.wrapper import Combined
 from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import struct
-from decodax.core.around import Readout
+from decodax.core.around import PairedReadout
 from decodax.core.cache import Cache, Entries
 from decodax.core.loaded import Loaded
 from decodax.core.types import CacheKind, Model, Out, no_inputs
@@ -39,7 +39,7 @@ class TwoCaches(Combined):
 
 
 @dataclasses.dataclass(frozen=True)
-class Contrastive(Readout):
+class Contrastive(PairedReadout):
     """A model whose logits contrast a large model (the expert, `base`) with a small one (the amateur).
 
     With `beta=None` the logits are `log p - log q`, where `p` and `q` are the probabilities of expert and amateur (Li

@@ -24,8 +24,8 @@ from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
 from decodax.core.capabilities import needs_refresh
 from decodax.core.composed import data
-from decodax.core.loaded import network_of
 from decodax.core.state import State
+from decodax.core.target import RunsTarget
 from decodax.core.types import Decision, Model, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
 from decodax.models.drafters.hamburger import HamburgerHead
@@ -107,7 +107,7 @@ class Merging(AroundModel):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hamburger(Algorithm):
+class Hamburger(RunsTarget, Algorithm):
     """Writes groups of tokens, each of which the model then reads as one position (Liu and Zhu, 2025).
 
     A round writes the next group from the hidden states of the newest position, and runs the model once over that
@@ -121,7 +121,6 @@ class Hamburger(Algorithm):
     run the model over single tokens again. The authors take the most likely token; here it is drawn as usual.
 
     Attributes:
-        model: the model, or the result of `decodax.load`.
         head: embedder and decoder.
         parameters: their weights.
         confidence: a group goes on while the probability that it does is at least this.
@@ -133,14 +132,13 @@ class Hamburger(Algorithm):
 
     __repr__ = short
 
-    model: Any
     head: HamburgerHead
     parameters: Any = data()
     confidence: float = data(0.9, bare=0.0)
     length: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model)[0])
+        super().__post_init__()
         if not 1 <= self.length <= self.head.steps:
             raise ValueError(f"length: got {self.length}, takes 1 to {self.head.steps}")
 
@@ -237,7 +235,7 @@ def hamburger(lm: Any, draft: Any = None, confidence: Share = 0.9,
     made = trained(lm, draft, "hamburger")
     if not isinstance(made.head, HamburgerHead):
         raise ValueError(f"draft: got one with a {type(made.head).__name__}, 'hamburger' takes a HamburgerHead")
-    return Hamburger(lm.model, made.head, made.weights.head, confidence, length or made.head.steps)
+    return Hamburger(made.head, made.weights.head, confidence, length or made.head.steps)
 
 
 __all__ = ["EntryPositions", "Hamburger", "hamburger"]

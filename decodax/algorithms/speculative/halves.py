@@ -112,7 +112,7 @@ class _Ahead(AroundSource, Draft):
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         proposal, state = self.source.offer(params, s, state)
         write = lambda: self.source.write(params, policy, s, state, drawn)
-        # the tree's scratch is made within the round: elsewhere there is an empty one
+        # the tree's buffer is made within the round: elsewhere there is an empty one
         return proposal, _only(DRAFT, write, state)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:

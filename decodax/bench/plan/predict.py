@@ -109,8 +109,10 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
             out.append(dataclasses.replace(own, reason=f"{row.batch} rows do not fit"))
             continue
         own_drafter = trained.get(row.system)
-        if not entry.takes_draft and entry.needs != "nothing" and own_drafter is None:
-            out.append(dataclasses.replace(own, reason=f"needs {entry.needs}, so the cost of its drafts is unknown"))
+        if not entry.takes_draft and own_drafter is None and (entry.needs != "nothing"
+                                                              or entry.family == "speculative-self"):
+            why = "drafts with the model itself" if entry.needs == "nothing" else f"needs {entry.needs}"
+            out.append(dataclasses.replace(own, reason=f"{why}, so the cost of its drafts is unknown"))
             continue
         if entry.takes_draft and draft_share is None:
             out.append(dataclasses.replace(own, reason="the draft model's share of the bytes is unknown"))

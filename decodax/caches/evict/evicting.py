@@ -24,7 +24,7 @@ from decodax.cache.dense import write
 from decodax.cache.entry import AskedEntry, KVEntry, MeasuredEntry, own_entry
 from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, key_widths, refuse_prefill
 from decodax.cache.packed_heads import SEGMENT, segment_attention, segments_of, slots_of, unpack
-from decodax.cache.scratch import Scratch
+from decodax.cache.tree_buffer import TreeBuffer
 from decodax.caches.evict.compaction import compacted, held_of
 from decodax.caches.evict.scores import Gathered, Taken, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, Top, tables
@@ -268,7 +268,7 @@ class Evicting(KeyValues, WholePrompt):
             due=self.length + self._every, prompt_length=self.length)
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)
 
 
 @dataclasses.dataclass(frozen=True)

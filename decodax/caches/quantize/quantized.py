@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
+from decodax.cache import Dense, KVLayer, TreeBuffer, Wrapper, dense
 from decodax.cache.dense import write_entries
 from decodax.cache.entry import AskedEntry, own_entry
 from decodax.cache.key_values import KVConfig, Score, refuse_prefill
@@ -196,7 +196,7 @@ class QuantizedCache(Sized, DraftBase, WholePrompt):
                             shapes=self.shapes, kind=self.kind)
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)
 
 
 def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> tuple[Array, Array]:

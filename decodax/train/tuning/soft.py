@@ -2,8 +2,8 @@
 Dynamic Inference Using Sorted Fine-Tuning", Kavehzadeh et al., 2024): the loss is the mean of the losses of several
 sub-models, the first `n` layers with the model's own norm and head, so that each of them writes texts.
 
-`decodax.train.sub_model` is such a model for any decoding method; `dx.drafts.LayerSkip.exit` drafts with one for the
-whole model.
+`decodax.train.sub_model` is such a model for any decoding method; `dx.drafts.LayerSkip` drafts with one for the whole
+model.
 """
 
 from __future__ import annotations

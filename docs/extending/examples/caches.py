@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import decodax as dx
-from decodax.cache import Scratch, Slotted, Wrapper, empty_kv, empty_slots, own_entry
+from decodax.cache import Slotted, TreeBuffer, Wrapper, empty_kv, empty_slots, own_entry
 from decodax.cache.entry import MeasuredEntry
 from decodax.common.struct import static, struct
 from decodax.core.cache import Layout
@@ -262,7 +262,7 @@ class PagedCache(DraftBase):
         return new.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def tree_buffer(self, entries, room):
-        return Scratch.empty(self, entries, room)
+        return TreeBuffer.empty(self, entries, room)
 
     def select(self, rows):
         new = self.replace(table=self.table[rows], length=self.length[rows],

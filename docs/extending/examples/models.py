@@ -74,13 +74,13 @@ assert (dx.generate(recurrent, prompts, max_new_tokens=12, algorithm=lookup).tok
 
 
 shape = llama(vocab=64, width=16, layers=3, heads=2, mlp=32)
-clasp = dx.Speculative(dx.drafts.CLaSp(Transformer(shape), skips=1))       # it truncates the target's cache
+clasp = dx.Speculative(dx.drafts.CLaSp(skips=1))        # it runs the target's layers one by one
 try:
     dx.generate(recurrent, prompts, max_new_tokens=12, algorithm=clasp)
     refused = ""
 except ValueError as error:
     refused = str(error)
-assert refused.endswith("needs one that supports truncation, which Recurrent does not")
+assert refused == "model: got DeltaNet, takes a Transformer, whose layers run one by one"
 
 
 target = dx.LM(model=Transformer(shape), params=Transformer(shape).init_params(jax.random.key(1)), vocab_size=64)

@@ -12,6 +12,7 @@ from decodax.algorithms.speculative import Speculative, fit_skipped_layers
 from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip
 from decodax.algorithms.speculative.drafts.self.self_speculative import maximise, posterior, shares
 from decodax.core import drivers
+from decodax.core.target import for_target
 from decodax.io.load import LM
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
@@ -20,7 +21,7 @@ from tests.laws import cases
 from tests.laws.cases import VOCABULARY, lm, prompts
 
 NETWORK, WEIGHTS = cases.model("llama")
-ALG = Speculative(DraftExit(LayerSkip(NETWORK, skip_mlp=(1,)), 4, gamma=0.1, epsilon=0.2))
+ALG = Speculative(DraftExit(LayerSkip(skip_mlp=(1,)), 4, gamma=0.1, epsilon=0.2))
 
 
 @pytest.mark.wide
@@ -46,14 +47,14 @@ def test_the_threshold_follows_the_acceptance():
 @pytest.mark.wide
 def test_a_chain_ends_after_the_doubtful_draft():
     _, params, chain, s = cases.start(ALG, "llama", prompts(5), dict(temperature=0.9), new=16)
-    window = jax.jit(lambda s: ALG.propose(params, chain, s)[0])(s)
+    window = jax.jit(lambda s: for_target(ALG, NETWORK).propose(params, chain, s)[0])(s)
     count, tokens = np.asarray(window.live.sum(1)) - 1, np.array(s.tokens)
     for row, length in enumerate(np.asarray(s.length)):
         tokens[row, length:length + 4] = window.tokens[row, 1:]
 
     @jax.jit
     def shallow(tokens):
-        hidden, head = NETWORK.features(WEIGHTS, tokens, keep=LayerSkip(NETWORK, skip_mlp=(1,)).keep)
+        hidden, head = NETWORK.features(WEIGHTS, tokens, keep=LayerSkip(skip_mlp=(1,)).for_target(NETWORK).keep)
         return jax.nn.softmax(head(hidden))
 
     p = np.asarray(shallow(tokens))
@@ -99,4 +100,4 @@ def test_the_system_asks_for_samples_or_for_what_a_search_found():
         algorithms.make("self-speculative", lm("llama"))
     with pytest.raises(ValueError, match="takes one of the two"):
         algorithms.make("self-speculative", lm("llama"), samples=SAMPLES[0], skip=(1,))
-    assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(NETWORK, skip=(1,))
+    assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(skip=(1,))

@@ -17,6 +17,7 @@ from decodax.algorithms.speculative.drafts.self.knn_ssd import Anchors, KNNSkip,
 from decodax.algorithms.speculative.drafts.self.layer_skip import LayerSkip
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import drivers
+from decodax.core.target import for_target
 from decodax.core.window import causal
 from decodax.models import Transformer, llama
 from decodax.sampling.guidance import Guided, GuidedCache, NegativePrompt
@@ -62,7 +63,7 @@ def test_a_skipped_model_is_the_network_without_those_layers() -> None:
 @pytest.mark.parametrize("shape", often([TREE], [Chain(3), TREE]), ids=["chain", "tree"])
 def test_a_draft_that_skips_nothing_is_accepted_whole(shape: Fixed) -> None:
     """And the verification, which has no layers left to run, says what plain decoding says."""
-    s = decode(Speculative(LayerSkip(NETWORK), shape=shape), "llama", prompts(5), MIXED, eos=[1])
+    s = decode(Speculative(LayerSkip(NETWORK.depth), shape=shape), "llama", prompts(5), MIXED, eos=[1])
     assert (1 + np.asarray(s.stats.accepted) / np.asarray(s.stats.rounds)).tolist() == [4.0] * 5      # K + 1
     assert texts(s) == plain()
 
@@ -89,7 +90,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, shape: Fixed) -> None:
     """After an exit behind two of three layers these are not run again. Another network begins anew, and so does the
     other branch of guidance, whose positions are its own."""
-    alg = Speculative(LayerSkip.exit(DEEP, 2), shape=shape)
+    alg = Speculative(LayerSkip(2), shape=shape)
     _, params, chain, s = cases.start(alg, "deep", prompts(5), POLICY)
     broken = {i: jax.tree.map(lambda x: x * jnp.nan, DEEP_WEIGHTS["layers"][i]) for i in "01"}
     first, *rest = DEEP.config.layers
@@ -97,7 +98,7 @@ def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, sha
 
     @jax.jit
     def forwards(s: Any) -> Any:
-        window, _ = alg.propose(params, chain, s)
+        window, _ = for_target(alg, DEEP).propose(params, chain, s)
         anew, two = window.replace(hints=()), jnp.full(5, 2, jnp.int32)
         guided = GuidedCache(s.cache, s.cache, NegativePrompt(s.prompt_length - 1, s.newest, two), scale=jnp.ones(5))
         run = lambda network, window, cache=s.cache, weights=DEEP_WEIGHTS: network.apply(weights, window, cache)
@@ -150,7 +151,7 @@ def test_the_skip_set_is_that_of_the_papers_recursion(skips: int) -> None:
     assert len(set(found)) > 1
 
 
-CLASP = Speculative(CLaSp(DEEP, skips=1, interval=3), shape=Chain(3))
+CLASP = Speculative(CLaSp(skips=1, interval=3), shape=Chain(3))
 
 
 @pytest.mark.full
@@ -174,13 +175,13 @@ def test_clasp_searches_every_so_many_rounds(deep: Any) -> None:
     assert all((sets[i] == sets[0]).all() and (~sets[i]).sum() == 1 for i in range(3))
 
 
-EXIT = Speculative(DynamicExit(DEEP, length=3, decay=0.5))
+EXIT = Speculative(DynamicExit(length=3, decay=0.5))
 
 
 @jax.jit
 def shallow(tokens: Any) -> Any:
     """What an exit after one layer and one after two give next to each token: `f32[2, B, N, V]`."""
-    each = (DEEP.features(DEEP_WEIGHTS, tokens, keep=LayerSkip.exit(DEEP, layer).keep) for layer in (1, 2))
+    each = (DEEP.features(DEEP_WEIGHTS, tokens, keep=LayerSkip(layer).for_target(DEEP).keep) for layer in (1, 2))
     return jnp.stack([jax.nn.softmax(head(hidden)) for hidden, head in each])
 
 
@@ -218,7 +219,7 @@ def test_dynamic_exit_learns_from_shadow_tokens(deep: Any) -> None:
 @pytest.mark.wide
 def test_dynamic_exit_drafts_no_further_after_a_draft_in_doubt(deep: Any) -> None:
     network, params, chain, s = cases.start(EXIT, "deep", prompts(5), POLICY, seed=2)
-    propose, ends = jax.jit(lambda s: EXIT.propose(params, chain, s)[0]), []
+    propose, ends = jax.jit(lambda s: for_target(EXIT, DEEP).propose(params, chain, s)[0]), []
     for _ in range(3):
         s = drivers.advance(EXIT, network, params, chain, s, jnp.int32(1))
         window, state, tokens = propose(s), s.algo[0], np.array(s.tokens)
@@ -252,7 +253,7 @@ def test_the_nearest_anchor_decides_for_each_row() -> None:
     order = np.array([3, 1, 4, 0, 2])
     keep = jnp.ones((5, 2, 2), bool).at[jnp.arange(5), jnp.arange(5) % 2, jnp.arange(5) // 2 % 2].set(False)
     anchors = Anchors(vectors=jnp.asarray(np.stack(vectors)[order]), keep=keep)
-    alg = Speculative(KNNSkip(NETWORK, anchors), shape=Chain(3))
+    alg = Speculative(KNNSkip(anchors), shape=Chain(3))
     network, params, chain, s = cases.start(alg.bare(), "llama", ids, MIXED, eos=[1], draft=alg.weights)
     assert order[anchors.nearest(s.algo[0].vector)].tolist() == [0, 1, 2, 3, 4]
     s = drivers.advance(alg.bare(), network, params, chain, s, jnp.int32(100))

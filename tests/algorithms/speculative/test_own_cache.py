@@ -32,11 +32,11 @@ def run(algorithm: Any = None, cache: Any = None, rows: tuple[int, ...] = (0, 1,
 
 
 CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is asked for, the cache of plain decoding
-    "snapkv": (dx.Speculative(OwnCache(DEEP, SNAP)), None, None),
-    "a tree": (dx.Speculative(OwnCache(DEEP, SNAP), shape=Fixed.balanced(2, 2, 1)), None, None),
-    "choices while decoding": (dx.Speculative(OwnCache(DEEP, make("h2o", budget=14, every=5))), None, None),
-    "a ring": (dx.Speculative(OwnCache(DEEP, make("streaming-llm", start_size=2, recent_size=8))), None, None),
-    "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), make("kivi", group_size=4, residual_length=8),
+    "snapkv": (dx.Speculative(OwnCache(SNAP)), None, None),
+    "a tree": (dx.Speculative(OwnCache(SNAP), shape=Fixed.balanced(2, 2, 1)), None, None),
+    "choices while decoding": (dx.Speculative(OwnCache(make("h2o", budget=14, every=5))), None, None),
+    "a ring": (dx.Speculative(OwnCache(make("streaming-llm", start_size=2, recent_size=8))), None, None),
+    "beside codes": (dx.Speculative(OwnCache(SNAP)), make("kivi", group_size=4, residual_length=8),
                      make("kivi", group_size=4, residual_length=8)),
     "quantspec": (dx.algorithms.make("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
     "triforce": (dx.algorithms.make("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=4, sinks=2, recent=10),
@@ -72,7 +72,7 @@ def test_drafts_under_guidance_give_the_tokens_of_plain_decoding_under_it(case: 
 @pytest.mark.full
 def test_the_inner_draft_model_does_not_change_the_outer_drafts() -> None:
     method = CASES["triforce"][0]
-    alone = dx.Speculative(OwnCache(DEEP, method.draft.draft.kind), shape=Chain(4))
+    alone = dx.Speculative(OwnCache(method.draft.draft.kind), shape=Chain(4))
     for count in ("rounds", "drafted", "accepted"):
         assert getattr(run(method).stats, count).tolist() == getattr(run(alone).stats, count).tolist()
 
@@ -84,7 +84,7 @@ def test_drafts_do_not_depend_on_batch_mates() -> None:
     assert alone.stats.accepted.tolist() == together.stats.accepted[1:2].tolist()
 
 
-OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, make("streaming-llm", start_size=2, recent_size=8))
+OWN, RING = OwnCache(SNAP), OwnCache(make("streaming-llm", start_size=2, recent_size=8))
 BOTH = tuple(dx.Speculative(draft, shape=Chain(3)) for draft in (OWN, RING))
 NEVER, ALWAYS = 1e6, 1.0
 WRAPPED: dict[str, tuple[Any, Any]] = {     # the method, and the arm whose drafts it verifies
@@ -155,4 +155,4 @@ def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^keep: got 'h2o', takes one of snapkv, sink-window"):
         dx.algorithms.make("magicdec", DEEP, keep="h2o")
     with pytest.raises(ValueError, match=r"^model: got type"):
-        OwnCache(Diffusion, SNAP)
+        OwnCache(SNAP).for_target(Diffusion)

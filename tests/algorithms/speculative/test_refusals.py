@@ -69,13 +69,13 @@ def run(alg: Speculative, weights: object = None) -> object:
 REFUSED: list[tuple[str, Callable[[], object]]] = [
     # drafts that skip layers
     ("source: PromptLookup makes its own trees", lambda: DraftExit(PromptLookup())),
-    ("alpha: got 1.5, takes 0 to 1", lambda: DraftExit(LayerSkip(NETWORK), alpha=1.5)),
+    ("alpha: got 1.5, takes 0 to 1", lambda: DraftExit(LayerSkip(), alpha=1.5)),
     ("trials: got 0", lambda: fit_skipped_layers(lm("llama"), [[1]], trials=0)),
-    (r"skip: got \(2,\), takes layers from 0 to 1", lambda: LayerSkip(NETWORK, skip=(2,))),
-    ("layer: got 0, takes 1 to 2", lambda: LayerSkip.exit(NETWORK, 0)),
-    ("model: got Toy, takes a Transformer", lambda: LayerSkip(TOY)),
-    ("skips: got 2, takes 1 to 1", lambda: CLaSp(NETWORK, skips=2)),
-    (r"exits: got \(3,\), takes layers from 1 to 2", lambda: DynamicExit(NETWORK, exits=(3,))),
+    (r"skip: got \(2,\), takes layers from 0 to 1", lambda: LayerSkip(skip=(2,)).for_target(NETWORK)),
+    ("layer: got 0, takes 1 to 2", lambda: LayerSkip(0).for_target(NETWORK)),
+    ("model: got Toy, takes a Transformer", lambda: LayerSkip().for_target(TOY)),
+    ("skips: got 2, takes 1 to 1", lambda: CLaSp(skips=2).for_target(NETWORK)),
+    (r"exits: got \(3,\), takes layers from 1 to 2", lambda: DynamicExit(exits=(3,)).for_target(NETWORK)),
     ("domains: got a prompt of 1 tokens, takes at least 2", lambda: fit_anchors(NETWORK, [[[1]]])),
     # Jacobi decoding and lookahead
     ("length: got 0", lambda: Jacobi(0)), ("fill: got 'pad'", lambda: Jacobi(fill="pad")), ("block", lambda: PGJ(1)),

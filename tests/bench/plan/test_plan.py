@@ -236,7 +236,7 @@ def test_speeds_are_predicted_from_tokens_per_forward():
               for name in ("prompt-lookup:length=4", "speculative-sampling:length=4", "layerskip")),
             Row("completion", 8, "lookahead", None, 8, error="broke")]
     from decodax import algorithms
-    chosen = {row.system: algorithms.parse(row.system.replace("layerskip", "self-speculative")) for row in rows[1:]}
+    chosen = {row.system: algorithms.parse(row.system) for row in rows[1:]}
     found, said = predict(Comparison(rows, {"model": "pycode"}), chosen, "v5e:2x4", "llama-3-8b", draft_share=0.1)
     lookup, drafts, layers, broken = found
     plain, window = (plan("llama-3-8b", "v5e:2x4", batch=8, capacity=4096, mesh=[(1, 8)], compile=False, **more)[0]

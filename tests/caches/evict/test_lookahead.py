@@ -54,6 +54,6 @@ def test_a_text_that_leaves_no_positions_to_repeat_it_is_refused() -> None:
     assert dx.generate(lm, PROMPTS[2], cache=make("kvzip", chunk_size=8, **options),
                        max_new_tokens=4).lengths.tolist() == [4]
     kind = make("kvzip", **options)
-    for given in (dict(cache=kind), dict(algorithm=Speculative(OwnCache(lm, kind)))):
+    for given in (dict(cache=kind), dict(algorithm=Speculative(OwnCache(kind)))):
         with pytest.raises(ValueError, match=r"^cache: prompt and what the policy reads after it are 92"):
             dx.generate(lm, PROMPTS[0], max_new_tokens=4, **given)

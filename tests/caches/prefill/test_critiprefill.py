@@ -47,4 +47,4 @@ def test_segments_read_what_the_authors_read() -> None:
 def test_it_is_combined_with_no_other_cache() -> None:
     kind = dx.caches.make("critiprefill", budget=4, segment_size=4, block_size=2, threshold_len=8)
     with pytest.raises(ValueError, match=r"^cache: critiprefill reads a prompt when it is in, and this model reads it"):
-        dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, kind)), max_new_tokens=8)
+        dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(kind)), max_new_tokens=8)

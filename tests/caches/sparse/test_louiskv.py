@@ -213,14 +213,14 @@ def test_nodes_of_a_tree_read_what_their_own_path_says() -> None:
     tree = Window(tokens=jnp.zeros((3, 5), jnp.int32), positions=positions, mask=jnp.asarray(sees)[None],
                   live=jnp.ones((3, 5), bool))
     out, entry = attended(cache, q, k, v, tree)
-    scratch, levels = cache.tree_buffer([entry], 5), []
+    buffer, levels = cache.tree_buffer([entry], 5), []
     for level in ([0], [1, 2], [3, 4]):
         pick = lambda x, level=level: x[:, jnp.array(level)]
         window = Window(tokens=jnp.zeros((3, len(level)), jnp.int32), positions=pick(positions),
                         mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((3, len(level)), bool))
         seen = jnp.broadcast_to(jnp.asarray(sees & ~np.eye(5, dtype=bool))[jnp.array(level)], (3, len(level), 5))
-        got, new = attended(scratch.seen_by(seen), pick(q), pick(k), pick(v), window)
-        scratch = scratch.append([new], pick(positions), jnp.int32(level[0]))
+        got, new = attended(buffer.seen_by(seen), pick(q), pick(k), pick(v), window)
+        buffer = buffer.append([new], pick(positions), jnp.int32(level[0]))
         levels.append(got)
     np.testing.assert_allclose(jnp.concatenate(levels, 1), out, atol=1e-5)
     turns = []
@@ -285,6 +285,6 @@ def test_a_llama_says_what_it_says_with_the_rule_by_hand(algorithm: Any) -> None
 def test_drafts_may_read_it_and_layers_that_read_everything_have_no_limit() -> None:
     cache = dx.caches.make("louiskv", skip=(0,))([KVLayer(2, 8)], 1, 16, jnp.float32)
     assert isinstance(cache, LouisKVCache) and cache.max_commit() is None
-    drafts = dx.Speculative(dx.drafts.OwnCache(SMALL, dx.caches.make("louiskv", budget=9, buffer=6, tau=0.1)))
+    drafts = dx.Speculative(dx.drafts.OwnCache(dx.caches.make("louiskv", budget=9, buffer=6, tau=0.1)))
     plain = dx.generate(SMALL, PROMPTS, max_new_tokens=8)
     assert dx.generate(SMALL, PROMPTS, max_new_tokens=8, algorithm=drafts).tokens.tolist() == plain.tokens.tolist()

@@ -63,11 +63,11 @@ def test_nodes_of_earlier_levels_tell_where_a_sentence_began() -> None:
     parts, tokens, cache = given()
     cache = cache.commit([attended(cache, parts, tokens, 44, 48)[1]], jnp.arange(44, 48)[None])
     wanted, entry = attended(cache, parts, tokens, 48, 52)
-    scratch, found = cache.tree_buffer([entry], 4), []
+    buffer, found = cache.tree_buffer([entry], 4), []
     for start in range(48, 52, 2):
         sees = jnp.broadcast_to(jnp.arange(4) < start - 48, (1, 2, 4))
-        out, entry = attended(scratch.seen_by(sees), parts, tokens, start, start + 2)
-        scratch = scratch.append([entry], jnp.array([[start, start + 1]]), jnp.int32(start - 48))
+        out, entry = attended(buffer.seen_by(sees), parts, tokens, start, start + 2)
+        buffer = buffer.append([entry], jnp.array([[start, start + 1]]), jnp.int32(start - 48))
         found.append(out)
     np.testing.assert_allclose(np.concatenate(found), wanted, atol=1e-5)
 

@@ -120,6 +120,6 @@ SNAP = dx.caches.make("snapkv", budget=14, window_size=4)
 def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any, drafts: Any) -> None:
     """And gives the tokens of plain decoding on the cache that answers."""
     lm = SMALL if answers is None else with_cache(SMALL, answers)
-    own = dx.Speculative(dx.drafts.OwnCache(SMALL, drafts))
+    own = dx.Speculative(dx.drafts.OwnCache(drafts))
     plain, drafted = (dx.generate(lm, PROMPTS, algorithm=alg, max_new_tokens=20) for alg in (None, own))
     assert plain.tokens.tolist() == drafted.tokens.tolist() and drafted.stats.accepted.sum() > 0

@@ -141,20 +141,20 @@ def test_sources_of_similar_lengths_share_their_programs() -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", often(["t5-1.0"], ["t5-1.0", "bart", "nllb"]))
 def test_nodes_are_placed_by_position(name: str) -> None:
-    """Nodes of a tree in a scratch score as in a text of their own."""
+    """Nodes of a tree buffer score as in a text of their own."""
     lm, given = loaded(name), source(SOURCES[:1])
     model, params = lm.model, lm.params
     cache = model.init_cache(1, 32, params=params, inputs=given)
     _, entries = scored(model, params, chain([0, 5, 6, 7, 8]), cache)
     cache = cache.commit(entries, jnp.arange(5)[None])
-    scratch = cache.tree_buffer(entries, 3)
+    buffer = cache.tree_buffer(entries, 3)
     # two nodes below the text, then one below the first of them
     level = Window(tokens=jnp.array([[9, 10]]), positions=jnp.array([[5, 5]]), mask=jnp.eye(2, dtype=bool)[None],
                    live=jnp.ones((1, 2), bool))
-    above, entries = scored(model, params, level, scratch.seen_by(jnp.zeros((1, 2, 3), bool)))
-    scratch = scratch.append(entries, level.positions, jnp.int32(0))
+    above, entries = scored(model, params, level, buffer.seen_by(jnp.zeros((1, 2, 3), bool)))
+    buffer = buffer.append(entries, level.positions, jnp.int32(0))
     below, _ = scored(model, params, causal(jnp.array([[11]]), jnp.array([6])),
-                      scratch.seen_by(jnp.array([[[True, False, False]]])))
+                      buffer.seen_by(jnp.array([[[True, False, False]]])))
     whole = lambda text: score(model, params, chain(text), given)[0]
     np.testing.assert_allclose(above[0, 1], whole([0, 5, 6, 7, 8, 10, 0])[5], atol=1e-4)
     np.testing.assert_allclose(below[0, 0], whole([0, 5, 6, 7, 8, 9, 11])[6], atol=1e-4)

@@ -143,7 +143,7 @@ def test_methods_that_run_layers_one_by_one_are_refused(lm: dx.LM) -> None:
 @pytest.mark.full
 def test_drafts_with_some_of_the_layers_change_no_token() -> None:
     large = random_lm(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24)
-    drafts = dx.Speculative(dx.drafts.LayerSkip(large, skip=(1,)))
+    drafts = dx.Speculative(dx.drafts.LayerSkip(skip=(1,)))
     assert decoded(large, algorithm=drafts) == decoded(large)
 
 

@@ -179,7 +179,7 @@ def test_unsupported_methods_and_files_are_refused_by_name(tmp_path: Path) -> No
         tokens_of(lm, cache="knorm")
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation, which "
                                          "LinearRecurrent does not"):
-        tokens_of(lm, algorithm=dx.Speculative(dx.drafts.CLaSp(attention(VOCABULARY), skips=1)))
+        tokens_of(lm, algorithm=dx.Speculative(dx.drafts.CLaSp(skips=1).for_target(attention(VOCABULARY))))
     with pytest.raises(ValueError, match=r"context: got one for .*a Mamba-2 runs on one device"):
         dx.load(written("groups")[1], context=64)
     with pytest.raises(ValueError, match="model: got a Mamba2, takes a Transformer"):

@@ -175,4 +175,4 @@ def mask_blocks(lm: Any, adapter: Adapter, size: int) -> MaskBlocks:
     if size < 2:
         raise ValueError(f"size: got {size}, takes 2 or more with self_speculative=True")
     head = PromptTokensHead((), lm.vocab_size, width=0, heads=size - 1)
-    return MaskBlocks(lm.model, head, HeadWeights({}), adapter=adapter)     # masks are tokens: nothing is trained apart
+    return MaskBlocks(head, HeadWeights({}), adapter=adapter)     # masks are tokens: nothing is trained apart

@@ -17,6 +17,7 @@ from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.trees.sequoia import sequoia_for, sequoia_tree
 from decodax.algorithms.speculative.verifier import Verifier
 from decodax.algorithms.speculative.verify.mcsd import MultiRound
+from decodax.core.target import for_target
 
 
 def fit_acceptance(lm: Any, source: Source, samples: Sequence[Sequence[int]], ranks: int = 8, *,
@@ -71,7 +72,7 @@ def fit_sequoia(lm: Any, source: Source, samples: Sequence[Sequence[int]], nodes
                                 **sampling)
     if nodes is not None:
         return sequoia_tree(acceptance, nodes, length)
-    sizes = sorted(set(sizes))
+    sizes, source = sorted(set(sizes)), for_target(source, lm)
     stars = [Speculative(source, rule, Fixed.balanced(n)) for n in sizes]
     times = measure(lm.model, lm.params, [*stars, Speculative(source, rule, Chain(sizes[-1]))], batch=batch,
                     vocab_size=lm.vocab_size, **sampling)

@@ -18,6 +18,7 @@ from decodax.core.algorithm import prefill_observer
 from decodax.core.around import Around
 from decodax.core.memory import bucket
 from decodax.core.state import State
+from decodax.core.target import for_target
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
 from decodax.sampling import build
@@ -134,7 +135,7 @@ def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tok
     tokens = np.zeros((B, size), np.int32)
     for row, given in zip(tokens, samples, strict=True):
         row[:len(given)] = given
-    algorithm = algorithm.with_length(max_new_tokens)
+    algorithm = for_target(algorithm, lm).with_length(max_new_tokens)
     alg, params = algorithm.bare(), Params(lm.params, algorithm.weights)
     policy = build(B, vocab_size=lm.vocab_size, **sampling)
     s = drivers.begin(alg, lm.model, params, policy, jnp.asarray(tokens), lengths, size=size, seed=np.uint32(seed),

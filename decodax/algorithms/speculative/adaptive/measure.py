@@ -23,6 +23,7 @@ from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
 from decodax.core.algorithm import variants
 from decodax.core.memory import bucket, power
+from decodax.core.target import for_target
 from decodax.core.types import Model, Params, fit_cache
 from decodax.sampling import build
 
@@ -89,6 +90,7 @@ def round_times(lm: Any, source: Any, length: int, *, batch: int = 1, **options:
         Ascending numbers of tokens, the newest ones included, each with the seconds of a round.
     """
     budgets = [batch * k for k in sorted({1, (length + 1) // 2, length})]
+    source = for_target(source, lm)
     arms = [Speculative(source, shape=Tetris(budget, length), packed=True) for budget in budgets]
     times = measure(lm.model, lm.params, arms, batch=batch, vocab_size=lm.vocab_size, **options)
     return tuple((batch + budget, seconds) for budget, seconds in zip(budgets, times, strict=True))
@@ -113,7 +115,7 @@ def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch:
     """
     if not lengths:
         raise ValueError("lengths: got none, takes one or more")
-    options = {} if verify is None else {"verify": verify}
+    options, draft = {} if verify is None else {"verify": verify}, for_target(draft, lm)
     arms = (NOTHING, *(Speculative(draft, shape=Chain(k), **options) for k in sorted(set(lengths))))
     costs = measure(lm.model, lm.params, arms, batch=batch, length=length, vocab_size=lm.vocab_size, **sampling)
     return Adaptive(arms, Automatic(costs))

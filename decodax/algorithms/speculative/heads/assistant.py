@@ -45,13 +45,9 @@ class AssistantDraft(ReadsTargetKeys):
     """Drafts with an assistant.
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the assistant's network, an `AssistantHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
-
-    Raises:
-        ValueError: the target's layers are not known, or do not have the keys and values that the head reads.
     """
 
     __repr__ = short
@@ -109,7 +105,9 @@ def next_tokens(lm: Any, draft: Any, *systems: str) -> TrainedHead:
         systems: names of the methods for which it may have been trained, the most likely first.
     """
     made = trained(lm, draft, *systems)
-    return AssistantDraft(made.model, made.head, made.weights) if isinstance(made.head, AssistantHead) else made
+    if not isinstance(made.head, AssistantHead):
+        return made
+    return AssistantDraft(made.head, made.weights).for_target(lm)
 
 
 __all__ = ["AssistantDraft", "next_tokens"]

@@ -60,7 +60,6 @@ class BlockDraft(TrainedHead):
     and Liu, 2026).
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the head's network, a `BlockHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.

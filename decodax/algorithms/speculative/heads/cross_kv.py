@@ -8,7 +8,7 @@ old. The head's cache has the keys and values of its self-attention, which depen
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -37,21 +37,19 @@ from decodax.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class ReadsTargetKeys(TrainedHead):
-    """Base class of sources whose trained head attends to the keys and values in the target's cache instead of its own.
-
-    Raises:
-        ValueError: the target's layers cannot be run one by one, or the head does not fit them.
-    """
+    """Base class of sources whose trained head attends to the keys and values in the target's cache instead of its
+    own."""
 
     head: AssistantHead | CrossKVHead
     cache_needs: ClassVar[frozenset[Feature]] = TREES       # drafts attend to the cache without their own keys
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.model, Transformer):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers have keys and "
+    def for_target(self, model: Any) -> Self:
+        new = super().for_target(model)
+        if not isinstance(new.model, Transformer):
+            raise ValueError(f"model: got {type(new.model).__name__}, takes a Transformer, whose layers have keys and "
                              "values that the head reads")
-        self.head.check_target(self.model.config)
+        self.head.check_target(new.model.config)
+        return new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +57,9 @@ class CrossKVDraft(ReadsTargetKeys):
     """Drafts with a head that attends to the target's cache.
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the head's network, a `CrossKVHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
-
-    Raises:
-        ValueError: the target's layers are not known, or the one that the head reads has another shape.
     """
 
     __repr__ = short
@@ -90,19 +84,19 @@ class CrossKVDraft(ReadsTargetKeys):
         cache = truncate(state.cache, s.length - 1)
         window = causal(s.newest[:, None], s.length - 1)
         step = self._run(params, s, window, cache, cache)
-        scratch = tree_buffer(cache, step.entries, 1 + room)
-        scratch = scratch.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
-        return (Drafting(cache=cache, scratch=scratch.replace(base=None)),
+        buffer = tree_buffer(cache, step.entries, 1 + room)
+        buffer = buffer.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
+        return (Drafting(cache=cache, buffer=buffer.replace(base=None)),
                 Answer(self._logits(params, step.hidden, 0), step.hidden))
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
-        assert state.scratch is not None
+        assert state.buffer is not None
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
-        step = self._run(params, s, window, state.cache, state.scratch.replace(base=state.cache).seen_by(sees))
-        scratch = state.scratch.append(step.entries, level.positions, level.at + 1)
-        return state.replace(scratch=scratch), Answer(self._logits(params, step.hidden, 0), step.hidden)
+        step = self._run(params, s, window, state.cache, state.buffer.replace(base=state.cache).seen_by(sees))
+        buffer = state.buffer.append(step.entries, level.positions, level.at + 1)
+        return state.replace(buffer=buffer), Answer(self._logits(params, step.hidden, 0), step.hidden)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,    # type: ignore[override]
                 state: Drafting) -> Drafting:

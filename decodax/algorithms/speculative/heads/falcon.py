@@ -46,7 +46,7 @@ class FalconState(Struct):
         carries: `f[B, 1 + room, c]`, the LSTM's state after that block.
         tokens: `i32[B, 1 + room, k]`, the last tokens of a path.
         complete: `bool[B, 1 + room]`, True for nodes that end a block.
-        scratch: the buffer with the keys and values of the pairs of each node that ends a block.
+        buffer: the buffer with the keys and values of the pairs of each node that ends a block.
     """
 
     cache: Cache
@@ -56,7 +56,7 @@ class FalconState(Struct):
     carries: Array | None = None
     tokens: Array | None = None
     complete: Array | None = None
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,6 @@ class SemiAutoregressive(TrainedHead):
     """Drafts in blocks of tokens.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the head's network, a `FalconHead`.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
@@ -100,13 +99,13 @@ class SemiAutoregressive(TrainedHead):
         state = state.replace(
             cache=cache, blocks=spread(hidden), carries=spread(state.carry), complete=spread(jnp.ones(s.batch, bool)),
             tokens=spread(jnp.zeros((s.batch, k), jnp.int32)),
-            scratch=tree_buffer(cache, entries, room * k).replace(base=None))
+            buffer=tree_buffer(cache, entries, room * k).replace(base=None))
         return state, Answer(self._logits(params, hidden[:, :1], 0), hidden[:, :1])
 
     def extend(self, params: Params, s: State, state: FalconState, level: Level) -> tuple[FalconState, Answer]:    # type: ignore[override]
         if level.chained and level.tokens.shape[1] > 1:
             self.check_chained()
-        assert state.blocks is not None and state.carries is not None and state.scratch is not None
+        assert state.blocks is not None and state.carries is not None and state.buffer is not None
         assert state.complete is not None and state.tokens is not None
         (B, w), k, c = level.tokens.shape, self.head.block, self.head.carry_width
         depth = level.positions - s.length[:, None] + 1
@@ -115,7 +114,7 @@ class SemiAutoregressive(TrainedHead):
         tokens = jnp.concatenate([take(state.tokens, level.parents)[:, :, 1:], level.tokens[..., None]], 2)
         positions = (level.positions[..., None] - k + jnp.arange(k, dtype=jnp.int32)).reshape(B, w * k)
         sees = jnp.repeat(jnp.repeat(level.sees & state.complete[:, None, 1:], k, 2), k, 1)
-        scratch = state.scratch
+        buffer = state.buffer
 
         def block() -> tuple[Array, Array, Any]:
             embedded = embeddings(self.model, params.target, tokens.reshape(B, w * k)).astype(before.dtype)
@@ -123,7 +122,7 @@ class SemiAutoregressive(TrainedHead):
                                       before.reshape(B * w, k, -1), carry.reshape(B * w, c))
             node = np.arange(w * k) // k
             hidden, entries = self._layer(params, x.reshape(B, w * k, -1), positions, node[None, :, None] == node,
-                                          scratch.replace(base=state.cache).seen_by(sees))
+                                          buffer.replace(base=state.cache).seen_by(sees))
             return hidden.reshape(before.shape), after.reshape(carry.shape), entries
 
         # levels within a block only look up what it predicts
@@ -135,7 +134,7 @@ class SemiAutoregressive(TrainedHead):
         put = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, level.at + 1, 1)
         state = state.replace(blocks=put(state.blocks, blocks), carries=put(state.carries, carries),
                               tokens=put(state.tokens, tokens), complete=put(state.complete, complete),
-                              scratch=scratch.append(entries, positions, level.at * k).replace(base=None))
+                              buffer=buffer.append(entries, positions, level.at * k).replace(base=None))
         hidden = jnp.take_along_axis(blocks, (depth % k)[..., None, None], 2)[:, :, 0]
         return state, Answer(self._logits(params, hidden, depth), hidden)
 

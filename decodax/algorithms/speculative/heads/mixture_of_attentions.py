@@ -67,7 +67,7 @@ class MixtureDraft(CrossKVDraft):
         out = self._run_above(params, window, answer.hidden, conditional(s))
         above = tree_buffer(conditional(s), out.entries, 1 + room)
         above = above.append(out.entries, window.positions, jnp.zeros((), jnp.int32)).replace(base=None)
-        return (MixtureState(cache=state.cache, scratch=state.scratch, above=above),
+        return (MixtureState(cache=state.cache, buffer=state.buffer, above=above),
                 Answer(self._logits(params, out.hidden, 0), out.hidden))
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]

@@ -25,14 +25,15 @@ from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer, truncate
 from decodax.core.checks import draft_weights
 from decodax.core.composed import data
-from decodax.core.loaded import network_of
 from decodax.core.mesh import heads
 from decodax.core.state import State
+from decodax.core.target import RunsTarget
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
 from decodax.io.drafters import TrainedDrafter, load_drafter, own_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, HeadStep
 from decodax.models.packed import Packed
+from decodax.sampling.guidance import Guided
 
 
 @struct
@@ -59,7 +60,7 @@ class HeadState(Struct):
         state: `f[B, d]`, its state there.
         skipped: `i32[B]`, number of pairs of the text that the head has not read. Its own positions leave them out.
         states: within a round, `f[B, 1 + room, d]`, those of the newest token and of the expanded nodes.
-        scratch: within a round, the buffer with the keys and values of the nodes, if they have any.
+        buffer: within a round, the buffer with the keys and values of the nodes, if they have any.
     """
 
     cache: Cache | None
@@ -67,15 +68,14 @@ class HeadState(Struct):
     state: Array
     skipped: Array
     states: Array | None = None
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadSource(Source):
+class HeadSource(RunsTarget, Source):
     """Base class of sources with the weights of a trained drafter.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the drafter's network.
         weights: its `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.
@@ -84,14 +84,13 @@ class HeadSource(Source):
 
     __repr__ = short
 
-    model: Any
     head: DraftHead
     weights: Any = data()
     vocab_size: int | None = None
     takes: ClassVar[tuple[type[DraftHead], str]] = DraftHead, "a trained drafter"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", network_of(self.model)[0])
+    def for_target(self, model: Any) -> Self:
+        return super().for_target(model.base if isinstance(model, Guided) else model)
 
     @classmethod
     def trained(cls, lm: Any, draft: Any, *systems: str) -> Self:
@@ -104,7 +103,7 @@ class HeadSource(Source):
         made, (head, words) = trained(lm, draft, *systems), cls.takes
         if not isinstance(made.head, head):
             raise ValueError(f"draft: got one with a {type(made.head).__name__}, {systems[0]!r} takes {words}")
-        return cls(made.model, made.head, made.weights)
+        return cls(made.head, made.weights).for_target(lm)
 
     def for_vocabulary(self, size: int) -> Self:
         """Returns the drafter for a target with `size` logits: `vocab_size` is set to it if it was None."""
@@ -151,17 +150,17 @@ class TrainedHead(HeadSource):
         return one[:, :, :0], tuple(one if i in taps else None for i in range(max(taps) + 1))
 
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
-        scratch, cache = None, state.cache
+        buffer, cache = None, state.cache
         if cache is not None:
             # a row that goes on after its end keeps no pairs of tokens that were cut, and none at all if it was cut to
             # fewer tokens than were skipped
             state = state.replace(skipped=jnp.minimum(state.skipped, s.length - 1))
             cache = truncate(cache, s.length - 1 - state.skipped)
             if self.head.drafts_attend:
-                scratch = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+                buffer = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
         hidden = state.hidden[:, None]
-        return (state.replace(cache=cache, states=states, scratch=scratch),
+        return (state.replace(cache=cache, states=states, buffer=buffer),
                 Answer(self._logits(params, hidden, 0), hidden))
 
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
@@ -171,14 +170,14 @@ class TrainedHead(HeadSource):
         depth = level.positions - s.length[:, None] + 1
         window = Window(tokens=level.tokens, positions=level.positions - 1 - state.skipped[:, None], mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
-        scratch = state.scratch
-        seen = None if scratch is None else scratch.replace(base=state.cache).seen_by(level.sees)
+        buffer = state.buffer
+        seen = None if buffer is None else buffer.replace(base=state.cache).seen_by(level.sees)
         step = self._step(params, window, take(state.states, level.parents), depth, seen)
-        if scratch is not None:
+        if buffer is not None:
             assert seen is not None
-            scratch = seen.append(step.entries, window.positions, level.at).replace(base=None)
+            buffer = seen.append(step.entries, window.positions, level.at).replace(base=None)
         states = lax.dynamic_update_slice_in_dim(state.states, step.state, level.at + 1, 1)
-        return (state.replace(states=states, scratch=scratch),
+        return (state.replace(states=states, buffer=buffer),
                 Answer(self._logits(params, step.hidden, depth), step.hidden))
 
     def check_chained(self) -> None:
@@ -310,4 +309,4 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
         raise ValueError(f"draft: got one of {draft.system!r}, {systems[0]!r} takes one of "
                          f"{' or '.join(map(repr, systems))}")
     draft.check(lm)
-    return TrainedHead(lm, draft.head, HeadWeights(draft.params, draft.ids))
+    return TrainedHead(draft.head, HeadWeights(draft.params, draft.ids)).for_target(lm)

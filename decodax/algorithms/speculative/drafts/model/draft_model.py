@@ -35,12 +35,12 @@ class Drafting(Struct):
 
     Attributes:
         cache: the draft model's cache of verified tokens.
-        scratch: within a round, the buffer with the nodes of the tree.
+        buffer: within a round, the buffer with the nodes of the tree.
         nodes: within a round, `i32[B or 1, room]`, the window node of each entry of the buffer.
     """
 
     cache: Cache
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
     nodes: Array | None = None
 
 
@@ -104,30 +104,30 @@ class DraftModel(Source):
         tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
         out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
         cache = cache.commit(out.entries, _verified(live, out, positions))
-        scratch = tree_buffer(cache, out.entries, room)
+        buffer = tree_buffer(cache, out.entries, room)
         last = jnp.ones((s.batch, 1), jnp.int32)
         answer = Answer(out.logits(last), take(out.hidden, last))
-        return Drafting(cache=cache, scratch=scratch.replace(base=None)), answer
+        return Drafting(cache=cache, buffer=buffer.replace(base=None)), answer
 
     def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:
-        assert state.scratch is not None
-        scratch = state.scratch.replace(base=state.cache)
+        assert state.buffer is not None
+        buffer = state.buffer.replace(base=state.cache)
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
-        out = self.fitted.apply(params.draft, window, scratch.seen_by(level.sees))
-        scratch = scratch.append(out.entries, level.positions, level.at).replace(base=None)
-        return state.replace(scratch=scratch), Answer(out.logits(), out.hidden)
+        out = self.fitted.apply(params.draft, window, buffer.seen_by(level.sees))
+        buffer = buffer.append(out.entries, level.positions, level.at).replace(base=None)
+        return state.replace(buffer=buffer), Answer(out.logits(), out.hidden)
 
     def place(self, state: Drafting, slots: Array) -> Drafting:
         return state.replace(nodes=slots)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Drafting) -> Drafting:
-        if decision is None or state.scratch is None or state.nodes is None:
+        if decision is None or state.buffer is None or state.nodes is None:
             return Drafting(cache=state.cache)
         nodes = jnp.broadcast_to(state.nodes, (s.batch, state.nodes.shape[1]))
         slots = jnp.where(nodes >= 0, jnp.take_along_axis(decision.slots, jnp.maximum(nodes, 0), 1), -1)
-        return Drafting(cache=state.scratch.replace(base=state.cache).commit(slots) if nodes.shape[1] else state.cache)
+        return Drafting(cache=state.buffer.replace(base=state.cache).commit(slots) if nodes.shape[1] else state.cache)
 
 
 def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:

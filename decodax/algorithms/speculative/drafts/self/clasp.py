@@ -30,7 +30,7 @@ from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, conditional, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, conditional
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
@@ -52,48 +52,55 @@ class InContext(Struct):
         states: `f[B, L, D]`, the target's residual stream after each layer at the token before the newest one.
         known: `bool[B]`, True if `states` is known.
         wait: `i32[B]`, number of rounds until the next search.
-        scratch: within a round, keys and values of the tree's nodes.
+        buffer: within a round, keys and values of the tree's nodes.
     """
 
     keep: Array
     states: Array
     known: Array
     wait: Array
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class CLaSp(SelfDraft):
+class CLaSp(SkipsLayers):
     """Drafts with the target without the layers that matter least in the present context (Chen et al., 2025).
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
-        skips: `M`, number of skipped layers; in the paper about half of them is best.
+        skips: `M`, number of skipped layers; None: half of them, which is about best in the paper.
         interval: number of rounds from one search to the next (layer optimization interval).
 
     Raises:
-        ValueError: `skips` leaves no layer, or `interval` is below 1.
+        ValueError: `interval` is below 1.
     """
 
-    model: Any
-    skips: int
+    skips: int | None = None
     interval: int = 1
     cache_needs: ClassVar[frozenset[Feature]] = TREES | {"truncation"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", layered(self.model))
-        L = self.model.depth
-        if not 1 <= self.skips < L:
-            raise ValueError(f"skips: got {self.skips}, takes 1 to {L - 1}")
+        super().__post_init__()
         if self.interval < 1:
             raise ValueError(f"interval: got {self.interval}, takes at least 1")
+
+    def for_target(self, model: Any) -> CLaSp:
+        new = super().for_target(model)
+        L = new.model.depth
+        if not 1 <= new.count < L:
+            raise ValueError(f"skips: got {new.count}, takes 1 to {L - 1}")
+        return new
+
+    @property
+    def count(self) -> int:
+        """Number `M` of skipped layers."""
+        return max(self.model.depth // 2, 1) if self.skips is None else self.skips
 
     @property
     def prefill_observer(self) -> CLaSp:
         return self
 
     def init(self, params: Params, s: State) -> InContext:
-        L, M = self.model.depth, self.skips
+        L, M = self.model.depth, self.count
         # until a context is known: layers spread evenly over the middle
         first = jnp.asarray([(2 * k + 1) * L // (2 * M) for k in range(M)], jnp.int32)
         stream = jax.eval_shape(lambda p: self._walk(p, s, 1)[0], params)
@@ -105,8 +112,8 @@ class CLaSp(SelfDraft):
         use = (state.known & s.running).astype(jnp.float32)
 
         def search() -> Array:
-            embedded, run = self._walk(params, s, self.skips + 1)
-            return ~skip_set(run, embedded, state.states, use, self.skips)[None]
+            embedded, run = self._walk(params, s, self.count + 1)
+            return ~skip_set(run, embedded, state.states, use, self.count)[None]
 
         first = jnp.argmax(s.running)
         due = (state.wait[first] <= 0) & (use.sum() > 0)
@@ -120,7 +127,7 @@ class CLaSp(SelfDraft):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: InContext) -> InContext:
-        state = state.replace(scratch=None)
+        state = state.replace(buffer=None)
         if out.layers is None:      # under guidance: the set stays as it is
             return state
         if decision is None:
@@ -181,16 +188,15 @@ def _cosine(a: Array, b: Array) -> Array:
 
 
 @ALGORITHMS.register("clasp", "CLaSp: In-Context Layer Skip for Self-Speculative Decoding", "Chen et al. 2025",
-                     family="speculative-self", needs="a model", guarantee="seed-exact")
-def clasp(lm: Any, skips: Count | None = None, interval: Count = 4, length: Count = 4) -> Speculative:
+                     family="speculative-self", guarantee="seed-exact")
+def clasp(skips: Count | None = None, interval: Count = 4, length: Count = 4) -> Speculative:
     """Drafts with the target without the layers that matter least in the present context, found by dynamic programming.
 
     Nothing is fitted beforehand; the search costs about one forward pass every `interval` rounds.
 
     Args:
-        lm: the target.
         skips: number of skipped layers; None: half of them.
         interval: number of rounds from one search to the next.
         length: number of drafts in a round.
     """
-    return Speculative(CLaSp(lm, skips or max(len(lm.model.config.layers) // 2, 1), interval), shape=Chain(length))
+    return Speculative(CLaSp(skips, interval), shape=Chain(length))

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.threshold import grow_chain
@@ -66,7 +66,7 @@ class Exits(Struct):
         layer: `i32[B]`, exit layer of the next round.
         length: `i32[B]`, draft length of the next round.
         least: `f32[B]`, probability below which a draft is the last of the round.
-        scratch: within a round, keys and values of the tree's nodes.
+        buffer: within a round, keys and values of the tree's nodes.
     """
 
     matched: Array
@@ -75,42 +75,49 @@ class Exits(Struct):
     layer: Array
     length: Array
     least: Array
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicExit(SelfDraft):
+class DynamicExit(SkipsLayers):
     """Drafts with the target's first layers; the number of layers and of drafts adapts to the acceptance (DEL: Entezari
     Zarch et al., 2025).
 
     With a shape other than its own, `ChosenLength`, only the layer is chosen.
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         length: largest number of drafts in a round.
         exits: the layers after which drafting may stop; None: all but the last.
         decay: factor by which the weight of observations falls with each round.
 
     Raises:
-        ValueError: a number out of range, or exits that the model does not have.
+        ValueError: a number out of range.
     """
 
-    model: Any
     length: int = 8
     exits: tuple[int, ...] | None = None
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", layered(self.model))
-        L = self.model.depth
-        exits = tuple(range(1, max(L, 2))) if self.exits is None else tuple(sorted(set(self.exits)))
-        object.__setattr__(self, "exits", exits)
-        if not exits or exits[0] < 1 or exits[-1] > L:
-            raise ValueError(f"exits: got {exits}, takes layers from 1 to {L}")
+        super().__post_init__()
+        if self.exits is not None:
+            object.__setattr__(self, "exits", tuple(sorted(set(self.exits))))
         if self.length < 1:
             raise ValueError(f"length: got {self.length}, takes at least 1")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay: got {self.decay}, takes 0 to 1")
+
+    def for_target(self, model: Any) -> DynamicExit:
+        new = super().for_target(model)
+        L, exits = new.model.depth, new.after
+        if not exits or exits[0] < 1 or exits[-1] > L:
+            raise ValueError(f"exits: got {exits}, takes layers from 1 to {L}")
+        return new
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The layers after which drafting may stop."""
+        return tuple(range(1, max(self.model.depth, 2))) if self.exits is None else self.exits
 
     @property
     def shape(self) -> ChosenLength:
@@ -119,9 +126,8 @@ class DynamicExit(SelfDraft):
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:
-        assert self.exits is not None
-        prior = jnp.asarray(self.exits, jnp.float32) / self.model.depth
-        matched = jnp.broadcast_to(prior, (s.batch, len(self.exits)))
+        prior = jnp.asarray(self.after, jnp.float32) / self.model.depth
+        matched = jnp.broadcast_to(prior, (s.batch, len(prior)))
         return self._choose(matched, jnp.ones(s.batch, jnp.float32), jnp.zeros((*matched.shape, 2), jnp.float32))
 
     def running(self, s: State, state: Exits) -> Array:
@@ -130,10 +136,9 @@ class DynamicExit(SelfDraft):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Exits) -> Exits:
-        state = state.replace(scratch=None)
+        state = state.replace(buffer=None)
         if decision is None or out.layers is None or out.norm is None:      # no layers under guidance: the choice stays
             return state
-        assert self.exits is not None
         norm, head = out.norm, out.head
 
         def shadow(x: Array) -> tuple[Array, Array]:
@@ -141,7 +146,7 @@ class DynamicExit(SelfDraft):
             return first_argmax(logits), jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
 
         # one head after the other: all of them together would hold E times the logits
-        tokens, sure = jax.lax.map(shadow, jnp.stack([take(out.layers[i - 1], decision.source) for i in self.exits]))
+        tokens, sure = jax.lax.map(shadow, jnp.stack([take(out.layers[i - 1], decision.source) for i in self.after]))
         valid = (jnp.arange(decision.tokens.shape[1]) < decision.count[:, None]) & s.running[:, None]
         agreed = tokens == decision.tokens                                          # bool[E, B, M]
         total = lambda x, where: jnp.where(where & valid, x, 0).sum(-1).T           # f32[B, E]
@@ -150,7 +155,7 @@ class DynamicExit(SelfDraft):
                             fade(state.sure, jnp.stack([total(sure, agreed), total(sure, ~agreed)], -1)))
 
     def _choose(self, matched: Array, nodes: Array, sure: Array) -> Exits:
-        exits = jnp.asarray(self.exits, jnp.int32)
+        exits = jnp.asarray(self.after, jnp.int32)
         table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, self.model.depth, self.length)
         best = jnp.argmax(table.reshape(table.shape[0], -1), 1).astype(jnp.int32)
         counts = jnp.stack([matched, nodes[:, None] - matched], -1)
@@ -191,15 +196,14 @@ class ChosenLength(Shape):
 
 
 @ALGORITHMS.register("del", "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding",
-                     "Entezari Zarch et al. 2025", family="speculative-self", needs="a model", guarantee="seed-exact")
-def del_(lm: Any, length: Count = 6) -> Speculative:
+                     "Entezari Zarch et al. 2025", family="speculative-self", guarantee="seed-exact")
+def del_(length: Count = 6) -> Speculative:
     """Drafts with the target's first layers, with the exit layer and draft length that give the most expected tokens
     per layer.
 
     Like `layerskip`, without a layer to set: it adapts to the acceptance in the text.
 
     Args:
-        lm: the target.
         length: largest number of drafts in a round.
     """
-    return Speculative(DynamicExit(lm, length))
+    return Speculative(DynamicExit(length))

@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, layered
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
@@ -69,28 +69,23 @@ class Matched(Struct):
     Attributes:
         vector: `f32[B, D]`, sum of the prompt's hidden states.
         keep: within a round, `bool[B, L, 2]`, the half layers that draft.
-        scratch: within a round, keys and values of the tree's nodes.
+        buffer: within a round, keys and values of the tree's nodes.
     """
 
     vector: Array
     keep: Array | None = None
-    scratch: Draftable | None = None
+    buffer: Draftable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class KNNSkip(SelfDraft):
+class KNNSkip(SkipsLayers):
     """Drafts with the target without the layers that the nearest anchor skips (Song et al., 2025).
 
     Attributes:
-        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
         weights: the anchors. If you call `decodax.core.drivers` yourself, put them into `Params.draft`.
     """
 
-    model: Any
     weights: Anchors | None = data()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", layered(self.model))
 
     @property
     def prefill_observer(self) -> KNNSkip:
@@ -221,4 +216,4 @@ def knn_ssd(lm: Any, domains: Any = None, length: Count = 4) -> Speculative:
     """
     if domains is None:
         raise ValueError("system: 'knn-ssd' needs domains=, for each domain a list of samples as token ids")
-    return Speculative(KNNSkip(lm, fit_anchors(lm, domains)), shape=Chain(length))
+    return Speculative(KNNSkip(fit_anchors(lm, domains)), shape=Chain(length))

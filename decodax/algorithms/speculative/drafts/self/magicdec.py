@@ -3,7 +3,7 @@ Tradeoff for Long Context Generation with Speculative Decoding", Sadhukhan et al
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.own_cache import OwnCache
@@ -15,16 +15,14 @@ from decodax.common.registry import ALGORITHMS
 
 
 @ALGORITHMS.register("magicdec", "MagicDec: Breaking the Latency-Throughput Tradeoff for Long Context Generation with "
-                     "Speculative Decoding", "Sadhukhan et al. 2024", family="speculative-self", needs="a model",
-                     guarantee="seed-exact")
-def magicdec(lm: Any, budget: Count = 512, keep: Literal["snapkv", "sink-window"] = "snapkv",
+                     "Speculative Decoding", "Sadhukhan et al. 2024", family="speculative-self", guarantee="seed-exact")
+def magicdec(budget: Count = 512, keep: Literal["snapkv", "sink-window"] = "snapkv",
              length: Count = 4) -> Speculative:
     """Drafts with the target, which attends only to prompt tokens that SnapKV, or sinks and a window, keep.
 
     For long prompts and large batches, for which reading the cache takes most of the time.
 
     Args:
-        lm: the target.
         budget: number of prompt tokens to which drafts attend.
         keep: the policy that chooses them.
         length: number of drafts in a round.
@@ -33,4 +31,4 @@ def magicdec(lm: Any, budget: Count = 512, keep: Literal["snapkv", "sink-window"
         raise ValueError(f"keep: got {keep!r}, takes one of snapkv, sink-window")
     cache = (snapkv(budget, window_size=min(32, max(budget // 4, 1))) if keep == "snapkv" else
              sink_window(budget, every=None))
-    return Speculative(OwnCache(lm, cache), shape=Chain(length))
+    return Speculative(OwnCache(cache), shape=Chain(length))

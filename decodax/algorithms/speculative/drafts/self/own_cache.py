@@ -1,6 +1,6 @@
 """Drafting with the target itself and a smaller cache, with fewer tokens or fewer bits.
 
-With `OwnCache(lm, kind)` the target has a second cache of that configuration beside its own (`decodax.cache.views`), or
+With `OwnCache(kind)` the target has a second cache of that configuration beside its own (`decodax.cache.views`), or
 one cache of which drafts use a part (QuantSpec). Drafts attend to the smaller cache, and the verification to the
 complete one. Only verified tokens are written to either, so no buffers for drafts are needed. MagicDec, TriForce and
 QuantSpec are built from this class.
@@ -21,9 +21,9 @@ from decodax.common.struct import short
 from decodax.core.cache import Cache, CacheConfig, Feature
 from decodax.core.capabilities import Draftable, check_drafts, draft_view
 from decodax.core.composed import data
-from decodax.core.loaded import network_of
+from decodax.core.loaded import Loaded, network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, Model, Out, Params, wrap_cache
+from decodax.core.types import Decision, Out, Params, wrap_cache
 from decodax.core.window import Window
 
 
@@ -32,7 +32,6 @@ class OwnCache(SelfDraft):
     """Drafts with the target and a smaller view of its cache.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         kind: configuration of the cache for drafts, beside the target's own. With `alone`: of one cache for both, of
             which drafts use the view.
         alone: True: `kind` replaces the target's cache.
@@ -43,7 +42,6 @@ class OwnCache(SelfDraft):
 
     __repr__ = short
 
-    model: Any
     kind: Any
     alone: bool = False
     packed: Any = None
@@ -51,9 +49,7 @@ class OwnCache(SelfDraft):
     cache_needs: ClassVar[frozenset[Feature]] = frozenset()
 
     def __post_init__(self) -> None:
-        if isinstance(self.kind, CacheConfig) and not isinstance(self.model, Model):
-            object.__setattr__(self, "kind", self.kind.of_model(self.model))
-        object.__setattr__(self, "model", network_of(self.model)[0])
+        super().__post_init__()
         if self.packed is not None:
             network, weights = network_of(self.packed)      # the network is static, its weights are data
             object.__setattr__(self, "packed", network)
@@ -62,6 +58,12 @@ class OwnCache(SelfDraft):
     @property
     def exact(self) -> bool:
         return not self.alone
+
+    def for_target(self, model: Any) -> OwnCache:
+        new = super().for_target(model)
+        if self.target is None and isinstance(model, Loaded) and isinstance(new.kind, CacheConfig):
+            new = dataclasses.replace(new, kind=new.kind.of_model(model))
+        return new
 
     def with_length(self, budget: int) -> OwnCache:
         fits = isinstance(self.kind, CacheConfig)
@@ -81,12 +83,12 @@ class OwnCache(SelfDraft):
         check_drafts(jax.eval_shape(lambda: draft_view(cache, None if self.alone else self.kind)))
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
-        scratch, out = self.run_root(params, s, state, room)
-        return scratch, Answer(out.logits(), out.hidden)
+        buffer, out = self.run_root(params, s, state, room)
+        return buffer, Answer(out.logits(), out.hidden)
 
     def extend(self, params: Params, s: State, state: Draftable, level: Level) -> tuple[Draftable, Answer]:
-        scratch, out = self.run_level(params, s, state, state, level)
-        return scratch, Answer(out.logits(), out.hidden)
+        buffer, out = self.run_level(params, s, state, state, level)
+        return buffer, Answer(out.logits(), out.hidden)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Any) -> None:

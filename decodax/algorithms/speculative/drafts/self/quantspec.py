@@ -31,4 +31,4 @@ def quantspec(lm: Any, group: Count = 128, length: Count = 4, weights: str | Non
     """
     cache = QuantizedConfig(QuantSpecCodec(group), group, "quantspec")
     packed = None if weights is None else quantize(lm, weights)
-    return Speculative(OwnCache(lm, cache, True, packed), shape=Chain(length))
+    return Speculative(OwnCache(cache, True, packed), shape=Chain(length))

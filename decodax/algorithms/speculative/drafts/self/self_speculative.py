@@ -66,13 +66,13 @@ def fit_skipped_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int
         ValueError: no samples or an empty one, or a number below 1.
 
         found = fit_skipped_layers(lm, samples)
-        draft = drafts.LayerSkip(lm, skip_attention=found.attention, skip_mlp=found.mlp)
+        draft = drafts.LayerSkip(skip_attention=found.attention, skip_mlp=found.mlp)
     """
     if trials < 1:
         raise ValueError(f"trials: got {trials}, takes at least 1")
     network = layered(lm)
     L, work = network.depth, shares(lm.params, network.depth)
-    alg = Speculative(DraftExit(KNNSkip(network), length), SeedExact())
+    alg = Speculative(DraftExit(KNNSkip(), length), SeedExact())
 
     def gain(skipped: np.ndarray) -> float:
         keep = ~skipped.reshape(1, L, 2)
@@ -118,13 +118,13 @@ def self_speculative(lm: Any, samples: Any = None, skip: tuple[Whole, ...] = (),
     if samples is not None:
         found = fit_skipped_layers(lm, samples, trials=trials, length=length)
         skip_attention, skip_mlp = found.attention, found.mlp
-    source = LayerSkip(lm, skip, skip_attention, skip_mlp)
+    source = LayerSkip(None, skip, skip_attention, skip_mlp)
     return Speculative(DraftExit(source, length, gamma, alpha, epsilon, beta1, beta2))
 
 
 def _given(alg: Speculative, anchors: Anchors) -> Speculative:
     draft: Any = alg.draft
-    return dataclasses.replace(alg, draft=dataclasses.replace(draft, source=KNNSkip(draft.source.model, anchors)))
+    return dataclasses.replace(alg, draft=dataclasses.replace(draft, source=KNNSkip(anchors)))
 
 
 def shares(params: Any, layers: int) -> np.ndarray:

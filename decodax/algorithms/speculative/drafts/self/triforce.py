@@ -20,15 +20,14 @@ from decodax.common.registry import ALGORITHMS
 
 @ALGORITHMS.register("triforce", "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical "
                      "Speculative Decoding", "Sun et al. 2024", family="speculative-self",
-                     needs="a model and a draft model", guarantee="seed-exact")
-def triforce(lm: Any, draft: Any, budget: Count = 4096, chunk: Count = 8, length: Count = 6, guesses: Count = 1,
+                     needs="a draft model", guarantee="seed-exact")
+def triforce(draft: Any, budget: Count = 4096, chunk: Count = 8, length: Count = 6, guesses: Count = 1,
              sinks: Whole = 16, recent: Count = 496) -> Speculative:
     """Drafts with the target and chunks of its cache that the newest query has selected, with guesses of a draft model.
 
     For prompts of many thousand tokens, for which the caches of both models are slow to read.
 
     Args:
-        lm: the target.
         draft: the draft model.
         budget: number of tokens to which the target's drafts attend.
         chunk: number of tokens that are selected together.
@@ -39,5 +38,5 @@ def triforce(lm: Any, draft: Any, budget: Count = 4096, chunk: Count = 8, length
     """
     ring = caches.make("streaming-llm", start_size=sinks, recent_size=recent)
     small = dataclasses.replace(draft, model=draft.model.with_cache(ring))
-    middle = OwnCache(lm, Eviction(Top(ChunkMeans(chunk)), budget, name="triforce"))
+    middle = OwnCache(Eviction(Top(ChunkMeans(chunk)), budget, name="triforce"))
     return Speculative(Staged(middle, DraftModel(small), length, guesses=guesses))

@@ -10,7 +10,7 @@ pass computes the newest token again, which the paper saves. Training: the text'
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,9 +38,6 @@ class LookAheadEmbeddings(PromptTokens):
     the same distribution. The pass may leave out layers (`LookAheadHead.skip`).
 
     The attributes are those of `PromptTokens`.
-
-    Raises:
-        ValueError: layers are left out that the target does not have, or they cannot be.
     """
 
     __repr__ = short
@@ -48,10 +45,11 @@ class LookAheadEmbeddings(PromptTokens):
     head: LookAheadHead
     takes: ClassVar[tuple[type[DraftHead], str]] = LookAheadHead, "look-ahead embeddings"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def for_target(self, model: Any) -> Self:
+        new = super().for_target(model)
         if self.head.skip:
-            self.head.kept(layered(self.model).depth)       # which checks them
+            self.head.kept(layered(new.model).depth)        # which checks them
+        return new
 
     def start(self, params: Params, s: State, state: Prompted, room: int) -> tuple[Prompted, Answer]:
         vectors, K = params.draft.head["prompts"], self.head.heads

@@ -147,8 +147,7 @@ def ppd(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verifier
     """
     source = PromptTokens.trained(lm, draft, "ppd")
     if isinstance(shape, SparseTrees):
-        return Speculative(SparsePromptTokens(source.model, source.head, source.weights, trees=shape),
-                           verify or SeedExact())
+        return Speculative(SparsePromptTokens(source.head, source.weights, trees=shape), verify or SeedExact())
     return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))
 
 

@@ -54,8 +54,8 @@ def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None
     vectors = embeddings(lm.model, lm.params, jnp.full((1, length - 1), mask, jnp.int32))[0]
     head = LookAheadHead((), lm.vocab_size, width=vectors.shape[-1], heads=length - 1,
                          skip=middle(layered(lm).depth) if skip is None else tuple(sorted(set(skip))))
-    return Speculative(LookAheadEmbeddings(lm.model, head, HeadWeights({"prompts": vectors})), verify or SeedExact(),
-                       shape or Chain(length))
+    source = LookAheadEmbeddings(head, HeadWeights({"prompts": vectors})).for_target(lm)    # which checks the layers
+    return Speculative(source, verify or SeedExact(), shape or Chain(length))
 
 
 __all__ = ["s3d"]

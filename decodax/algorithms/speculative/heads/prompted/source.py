@@ -45,7 +45,6 @@ class PromptTokens(HeadSource):
     """Drafts with the target's own predictions at trained probes: prompt tokens, or transferred hidden states.
 
     Attributes:
-        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
         head: the probes after each node.
         weights: their `HeadWeights`.
         vocab_size: number of logits of the target; None: that of the head.

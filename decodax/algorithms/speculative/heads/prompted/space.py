@@ -46,7 +46,7 @@ def space(lm: Any, length: Count = 5, mask: Whole | None = None, shape: Shape | 
         raise ValueError(f"mask: got {mask}, takes an id below {lm.vocab_size}")
     vectors = embeddings(lm.model, lm.params, jnp.full((1, length), mask, jnp.int32))[0]
     head = PromptTokensHead((), lm.vocab_size, width=vectors.shape[-1], heads=length)
-    return Speculative(PromptTokens(lm.model, head, HeadWeights({"prompts": vectors})), verify or SeedExact(),
+    return Speculative(PromptTokens(head, HeadWeights({"prompts": vectors})), verify or SeedExact(),
                        shape or Chain(length))
 
 

@@ -49,7 +49,7 @@ class AttentionView(Struct):
 
 
 @struct
-class Scratch(Draftable):
+class TreeBuffer(Draftable):
     """A cache of keys and values, with a buffer for the nodes of a draft tree. The model uses it in place of the cache.
 
     Attributes:
@@ -66,7 +66,7 @@ class Scratch(Draftable):
     sees: Array | None = None
 
     @classmethod
-    def empty(cls, base: Cache, entries: Entries, room: int) -> Scratch:
+    def empty(cls, base: Cache, entries: Entries, room: int) -> TreeBuffer:
         """Returns a buffer without nodes.
 
         Args:
@@ -79,7 +79,7 @@ class Scratch(Draftable):
         return cls(base=base, entries=jax.tree.map(zeros, tuple(entries)),
                    positions=jnp.zeros((batch, room), jnp.int32))
 
-    def seen_by(self, sees: Array) -> Scratch:
+    def seen_by(self, sees: Array) -> TreeBuffer:
         return self.replace(sees=sees)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
@@ -99,7 +99,7 @@ class Scratch(Draftable):
             k, v = jnp.concatenate([held.keys, k], 1), jnp.concatenate([held.values, v], 1)
         return self.base.attend(layer, q, k, v, view, **options)
 
-    def append(self, entries: Entries, positions: Array, at: Array) -> Scratch:
+    def append(self, entries: Entries, positions: Array, at: Array) -> TreeBuffer:
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
         return self.replace(entries=jax.tree.map(put, self.entries, tuple(entries)),
                             positions=put(self.positions, positions), sees=None)
