@@ -102,14 +102,14 @@ def calibrated(reward: Reward, references: Texts) -> Reward:
 
 
 @SELECTS.register("infalign-ctrl", "InfAlign: Inference-aware language model alignment", "Balashankar et al. 2024",
-                  "best of n by the reward's quantile among reference samples; `scripts/train.py grpo --calibrate` "
+                  "best of n by the reward's quantile among reference samples; `scripts/train.py grpo --transform` "
                   "trains a model for it")
 @dataclasses.dataclass(frozen=True)
 class CalibratedBestOfN(SelectionRule):
     """Best-of-N by a calibrated and transformed reward (InfAlign-CTRL: Balashankar et al., 2024).
 
     With the quantile `C` of a candidate's reward among the references (`calibrated`), its score is `(exp(t C) - 1) /
-    t`. The same numbers are the reward in training (`decodax.train.grpo.align`, `scripts/train.py grpo --calibrate`).
+    t`. The same numbers are the reward in training (`decodax.train.grpo.align`, `scripts/train.py grpo --transform`).
     The choice itself depends neither on `t` nor on the scale of the reward; of candidates that are better than all
     references, the first is chosen.
 

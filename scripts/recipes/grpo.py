@@ -3,7 +3,7 @@
     python scripts/train.py grpo                     # all weights; about 8 minutes on 2 cores
     python scripts/train.py grpo --lora 8            # an adapter alone
     python scripts/train.py grpo --mesh 2x4          # on 8 devices, sampled and trained where the weights lie
-    python scripts/train.py grpo --calibrate 16 --transform 10 --kl 0.05      # for best-of-N (InfAlign-CTRL)
+    python scripts/train.py grpo --transform 10 --kl 0.05      # for best-of-N (InfAlign-CTRL)
 
 In each step the model works out `--problems` sums `--group` times, and the reward of a text is the share of its lines
 that are right, one after the other. The advantage of a text is its reward minus the mean of its group, over the group's
@@ -34,9 +34,6 @@ from decodax.bench.problems import sums
 from decodax.train.grpo import GrpoBatch, advantages, align, update
 from decodax.train.loop import place_batch
 from recipes.options import GrpoOptions
-
-BEST_OF = 4
-"""Number of answers of which the report also chooses the best."""
 
 
 class Step(NamedTuple):
@@ -78,17 +75,14 @@ class Trainer:
         rng = random.Random(f"grpo {o.seed} {number}")
         drawn = [sums.draw_new(rng, o.numbers) for _ in range(o.problems)]
         asked = [problem for problem in drawn for _ in range(o.group)]
-        out = dx.generate(self.now, [p.prompt for p in drawn], num_samples=o.group, temperature=1.0, logprobs=0,
-                          seed=o.seed * 1_000_003 + number, max_new_tokens=9 * o.numbers)
-        rewards = np.array([sums.right_steps(p, text)[0] / o.numbers for p, text in zip(asked, out.text, strict=True)])
-        worth = rewards.reshape(-1, o.group)
-        if o.calibrate:     # by samples of the first model, which the same programs draw
-            first = dx.generate(self.lm, [p.prompt for p in drawn], num_samples=o.calibrate, temperature=1.0,
-                                seed=o.seed * 1_000_003 + number, request_ids=[10**6 + i for i in range(len(drawn))],
-                                max_new_tokens=9 * o.numbers)
-            theirs = [sums.right_steps(drawn[i // o.calibrate], text)[0] / o.numbers
-                      for i, text in enumerate(first.text)]
-            worth = align(worth, np.reshape(theirs, (-1, o.calibrate)), o.transform)
+        answers = lambda lm, ids: dx.generate(lm, [p.prompt for p in drawn], num_samples=o.group, temperature=1.0,
+                                              logprobs=0, seed=o.seed * 1_000_003 + number, request_ids=list(ids),
+                                              max_new_tokens=9 * o.numbers)
+        reward = lambda out: np.reshape([sums.right_steps(p, text)[0] / o.numbers for p, text in zip(
+            asked, out.text, strict=True)], (-1, o.group))
+        rewards = reward(out := answers(self.now, range(o.problems)))
+        worth = rewards if o.transform is None else align(
+            rewards, reward(answers(self.lm, range(10**6, 10**6 + o.problems))), o.transform)
         batch = self.batch(asked, out, advantages(worth).reshape(-1))
         sampled, offs = time.perf_counter(), []
         with jax.set_mesh(self.lm.mesh) if self.lm.mesh is not None else contextlib.nullcontext():
@@ -121,11 +115,10 @@ class Trainer:
             out = dx.generate(self.now, [p.prompt for p in asked], temperature=temperature, seed=o.seed,
                               max_new_tokens=9 * o.numbers)
             shares.append(np.mean([text == p.answer for text, p in zip(out.text, asked, strict=True)]))
-        out = dx.generate(self.now, [p.prompt for p in asked], temperature=1.0, seed=o.seed + 1, num_samples=BEST_OF,
+        out = dx.generate(self.now, [p.prompt for p in asked], temperature=1.0, seed=o.seed + 1, num_samples=4,
                           max_new_tokens=9 * o.numbers)
-        best = np.mean([any(text == p.answer for text in out.text[i * BEST_OF:][:BEST_OF])
-                        for i, p in enumerate(asked)])
-        return (f"{shares[0]:.1%} of {o.held_out} held-out sums drawn right, {best:.1%} by the best of {BEST_OF}, "
+        best = np.mean([p.answer in out.text[4 * i:4 * i + 4] for i, p in enumerate(asked)])
+        return (f"{shares[0]:.1%} of {o.held_out} held-out sums drawn right, {best:.1%} by the best of 4, "
                 f"{shares[1]:.1%} by greedy decoding")
 
 

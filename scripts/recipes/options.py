@@ -340,18 +340,12 @@ class GrpoOptions:
     rate: float = _option("learning rate of Adam; an adapter's is ten times as high", 1e-4)
     clip: float = _option("largest distance of a likelihood ratio from 1", 0.2)
     kl: float = _option("weight of the distance to the first model", 0.0)
-    calibrate: int = _option("answers of the first model to each sum, by which rewards are calibrated; 0: none", 0)
-    transform: float = _option("strength t of the transform of calibrated rewards; above 0 for best-of-N", 0.0)
+    transform: float | None = _option("calibrate rewards by the first model's, transform them: above 0 for best-of-N")
     lora: int | None = _option("train an adapter of this rank")
     mesh: str | None = _option("devices along the axes, such as 2x4", metavar="DATAxMODEL")
     seed: int = _option("seed of problems and draws", 0)
     held_out: int = _option("held-out sums that are measured", 400)
     export: Path | None = _option("directory of the finished model or adapter")
-
-    def __post_init__(self) -> None:
-        if self.transform and not self.calibrate:
-            raise ValueError(f"transform: got {self.transform} without --calibrate, which gives the rewards that are "
-                             "transformed")
 
 
 def from_arguments(args: argparse.Namespace) -> Options:
