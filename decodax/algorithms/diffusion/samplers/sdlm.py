@@ -29,7 +29,7 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.prompted.source import Prompted, PromptTokens
 from decodax.algorithms.speculative.heads.source import HeadWeights
 from decodax.algorithms.speculative.tree import Probes, Proposal, tree
-from decodax.common.options import Count, Share
+from decodax.common.options import Count, NonNegative
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import short
 from decodax.core.around import Readout
@@ -135,7 +135,7 @@ class MaskBlocks(PromptTokens):
 
 @ALGORITHMS.register("sdlm", "Sequential Diffusion Language Models", "Liu et al. 2025", family="blockwise-parallel",
                      needs="a diffusion model")
-def sdlm(lm: Any, size: Count | None = None, threshold: Share = 0.9,
+def sdlm(lm: Any, size: Count | None = None, threshold: NonNegative = 0.9,
          measure: Literal["confidence", "entropy"] = "confidence", self_speculative: bool = False
          ) -> MaskedDiffusion | Speculative:
     """Predicts a few masks after a causal prefix and keeps the longest confident run of them.
