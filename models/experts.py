@@ -58,8 +58,10 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
     if gate is None:
         glu = lambda gate, up: activation(up)
     kernels = [kernel for kernel in (gate, up, down) if kernel is not None]
-    parts = free_axes().get(MODEL, 1)
-    apart = [k for k in kernels if isinstance(k, Array) or (isinstance(k, Packed) and (parts == 1 or k.divides(parts)))]
+    free = free_axes()
+    parts = free.get(MODEL, 1)
+    apart = [k for k in kernels if isinstance(k, Array)
+             or (isinstance(k, Packed) and free and (parts == 1 or k.divides(parts)))]
     if len(apart) == len(kernels):
         out = _over_mesh(x, which, weights, apart, inner, glu, on_input)
     else:
