@@ -27,7 +27,7 @@ LAYERS = 12
 """Layers of the draft model, the first of the target's."""
 SYSTEMS = [name for name, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and not e.alias_of
            and "diffusion" not in e.needs and name not in ("autoregressive", "pard", "pard-2")
-           and (e.needs != "a trained drafter" or shipped_drafter(name, MODELS["smollm2"].file))]
+           and (not e.needs.startswith("a trained drafter") or shipped_drafter(name, MODELS["smollm2"].file))]
 FEW = ("prompt-lookup",)
 
 
