@@ -53,7 +53,7 @@ class TreeBuffer(Draftable):
     """A cache of keys and values, with a buffer for the nodes of a draft tree. The model uses it in place of the cache.
 
     Attributes:
-        base: the cache of the verified text. Its entries are tuples that begin with keys and values.
+        base: the cache of the verified text. Its entries are structs that begin with keys and values.
         entries: for each layer the entries of the nodes, `[B, room, ...]`.
         positions: `i32[B, room]`, positions of the nodes.
         sees: `bool[B, W, room]`, True if a query of the next window attends to a node of the buffer; None before

@@ -102,9 +102,9 @@ def prefixes_of(lm: LM, context: Any, count: int) -> list[Prefix] | None:
         return None
     if not all(isinstance(row, Prefix) for row in rows) or len(rows) not in (1, count):
         raise ValueError(f"context: got {len(rows)} for {count} prompts, takes one prefix, or one for each; or texts")
-    from decodax.caches.prefix.prefix import check_prefix  # a call without a prefix need not import the caches
+    from decodax.caches.prefix.prefix import check_layers  # a call without a prefix need not import the caches
     for row in rows:
-        check_prefix(row, lm.model)
+        check_layers(row, lm.model)
     return list(rows) * (count // len(rows))
 
 

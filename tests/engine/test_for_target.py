@@ -1,4 +1,4 @@
-"""A method takes the target's network from the call: nobody names the model twice."""
+"""A method that runs the target's network takes it from the call: the user names the model once."""
 
 import dataclasses
 import functools

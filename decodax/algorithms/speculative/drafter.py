@@ -15,9 +15,9 @@ CHAINS: frozenset[Feature] = frozenset()
 TREES: frozenset[Feature] = frozenset(("trees",))
 
 Form = Literal["trees", "probes", "draws", "mixtures", "matches"]
-"""What proposals may have beyond one chain of tokens that were looked up. "trees": nodes with several children.
-"probes": `Proposal.probes`. "draws": `log_q`, for verifiers that want drawn drafts. "mixtures": draws of several
-sources, `drawn_at`. "matches": `match`."""
+"""A property that a drafter's proposals may have; one without any proposes a chain of tokens that it looked up.
+"trees": a node may have several children. "probes": `Proposal.probes` is set. "draws": `log_q` is set, for verifiers
+that need drawn drafts. "mixtures": `drawn_at` is set, for draws from several sources. "matches": `match` is set."""
 
 
 class Drafter(Fitting):

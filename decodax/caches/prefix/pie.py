@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from decodax.cache.prefix import Prefix
-from decodax.caches.prefix.prefix import check_prefix, extended, on_model_mesh, shifted
+from decodax.caches.prefix.prefix import check_layers, extended, on_model_mesh, shifted
 from decodax.caches.shapes import layers_of
 from decodax.core.loaded import network_of
 
@@ -40,7 +40,7 @@ def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], p
     if not tokens:
         raise ValueError("new: got an edit that leaves no tokens")
     model, weights = network_of(lm, params)
-    check_prefix(prefix, model)
+    check_layers(prefix, model)
     shapes = layers_of(model)
     kv = [x[:, :start] for x in prefix.kv]
     if len(new):

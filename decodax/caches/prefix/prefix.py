@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def check_prefix(prefix: Prefix, model: Model) -> None:
+def check_layers(prefix: Prefix, model: Model) -> None:
     """Raises ValueError if the prefix does not fit the model's layers, or is a part of a longer text."""
     wanted = [(shape.heads, len(prefix), shape.both) for shape in layers_of(model)]
     if [x.shape for x in prefix.kv] != wanted:

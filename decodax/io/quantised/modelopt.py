@@ -17,11 +17,11 @@ from decodax.io.quantised.scheme import Scheme, StoredLinear, byte_linear
 from decodax.io.quantised.tensors import TensorReader
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ", "W4A8_MXFP4_FP8", "FP8",
-              "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "MIXED_PRECISION")
+              "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "MIXED_PRECISION")
 """Values of `quant_algo` that are read."""
 
-BLOCKS = ((1, 32), (128, 128))
-"""Outputs and inputs of the blocks that share a scale, of MXFP8 and of FP8_PB_WO."""
+BLOCKS = ((1, 32),)
+"""Outputs and inputs of the blocks of MXFP8 that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,4 +46,4 @@ class ModelOptimizer(Scheme):
         return byte_linear(file, stem, outputs, inputs, ("weight_scale",), ("F8_E4M3",), BLOCKS)
 
     def unused(self, stem: str) -> tuple[str, ...]:
-        return tuple(f"{stem}.{name}" for name in ("input_scale", "k_scale", "v_scale", "weight_scale_2"))
+        return tuple(f"{stem}.{name}" for name in ("input_scale", "k_scale", "v_scale"))

@@ -11,7 +11,7 @@ import decodax as dx
 from decodax.caches import Prefix, load_prefix, read_prefix, save_prefix
 from decodax.caches.prefix.cachegen import CacheGen
 from decodax.caches.prefix.entropy import WHOLE, decoded, encoded, frequencies, from_16_bits, in_16_bits
-from decodax.caches.prefix.prefix import check_prefix
+from decodax.caches.prefix.prefix import check_layers
 from tests.caches.small import DEEP, PROMPTS
 
 
@@ -130,7 +130,7 @@ def test_a_part_that_is_written_stays_where_it_was_read() -> None:
     part, _ = written(held[2:])
     assert part.begin == 2 and part.tokens == held.tokens[2:]
     with pytest.raises(ValueError, match="began elsewhere"):
-        check_prefix(part, DEEP.model)
+        check_layers(part, DEEP.model)
 
 
 def test_files_and_sizes_out_of_range_are_refused_by_name(tmp_path: Any) -> None:

@@ -248,6 +248,7 @@ def test_tensors_of_no_layer_are_named(small: Written) -> None:
         "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}},
      r"config_groups\.group_0\.weights: got group_size 32, symmetric None, format 'nvfp4-pack-quantized' takes 16"),
     ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo: got 'W4A16_AWQ', takes 'NVFP4'"),
+    ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "quant_algo: got 'fp8_pb_wo', takes 'NVFP4'"),
     ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {
         "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}}},
      r"config_groups\.group_0\.weights: got group_size 16, symmetric None, format 'mxfp4-pack-quantized' takes 32"),
