@@ -17,7 +17,7 @@ from decodax.common.axes import DATA, MODEL, compute_capability, platform, shard
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.biases import Bias, FixedBias
 from decodax.pallas_kernels.window_attention.reference import MASKED
-from decodax.pallas_kernels.window_attention.selection import TopKeys
+from decodax.pallas_kernels.window_attention.selection import CachedKeys, KeyChoice
 
 Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
@@ -267,8 +267,10 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     B, W, H, _ = q.shape
     v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
-    chooses = bias if isinstance(bias, TopKeys) else None
-    bias = None if isinstance(bias, TopKeys) else bias
+    chooses = bias if isinstance(bias, KeyChoice) else None
+    bias = None if isinstance(bias, KeyChoice) else bias
+    if chooses is not None and slot_positions is not None:
+        raise ValueError("bias: got a choice of keys with slot_positions, takes a cache in which slots are positions")
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     if added is not None and not callable(added):
         raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
@@ -277,7 +279,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def biases(keys: Array, where: Array) -> Array:       # where: positions of keys, [B or 1, G or 1, K]
-        more = far(keys, where) if added is None else added(keys, where[:, :, None])
+        more = added(keys, where[:, :, None]) if added is not None else _by_head(far(keys, where), H)
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
     where = positions if key_positions is None else key_positions
@@ -285,14 +287,16 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     far: Any = None
     if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
         visible = cache, *_held(cache, table, length, cached, slot_positions), table
+    mask = mask[:, None]
     if chooses is not None:
-        mask, far = chooses.choose(k, mask, visible)
+        keys = None if visible is None else CachedKeys(*visible[:3], scales, table)
+        mask, far = chooses.choose(k, mask[:, 0], positions, where, keys)
     if sliding is not None:
-        mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
+        mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)[:, None]
     s = jnp.einsum("bgqd,bgkd->bgqk", q, k, preferred_element_type=jnp.float32) * scale
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
     s = s if bias is None else s + biases(k, where[:, None])
-    s = jnp.where(mask[:, None, None], s.reshape(B, G, H // G, W, -1), MASKED).reshape(s.shape)
+    s = jnp.where(_by_head(mask, H), s.reshape(B, H, W, -1), MASKED).reshape(s.shape)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
     total = weights.sum(-1, keepdims=True)
@@ -344,6 +348,11 @@ def _unfolded(x: Array, width: int) -> Array:
     """Reshapes `[B, G, H / G * W, ...]` to `[B, W, H, ...]`."""
     B, G, R, *rest = x.shape
     return jnp.moveaxis(x.reshape(B, G, R // width, width, *rest), 3, 1).reshape(B, width, G * R // width, *rest)
+
+
+def _by_head(x: Array, heads: int) -> Array:
+    """Repeats `[B, n, W, K]` to `[B, H, W, K]`; with `n = 1` it is returned as it is."""
+    return x if x.shape[1] == 1 else jnp.repeat(x, heads // x.shape[1], 1)
 
 
 def _repeated(positions: Array, times: int) -> Array:

@@ -134,14 +134,14 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
-             length: Array, held: Array | None, table: Array | None) -> Array:
+             length: Array, held: Array | None, scales: Array | None, table: Array | None) -> Array:
     """Loops over the blocks of slots of a cache, computes the products of queries and keys in each, and updates an
     array by them: `array = visit(block, array)`.
 
     Args:
         visit: returns the next array, `[..., S']`.
         start: returns the first array for a number of slots, which may be more than `S`.
-        q, cache, length, held, table: see `cache_attention`.
+        q, cache, length, held, scales, table: see `cache_attention`.
 
     Returns:
         The last array, cut to `[..., S]`.
@@ -149,8 +149,35 @@ def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[i
     slots = cache.shape[2] * (1 if table is None else table.shape[1])
     unit = _unit(cache, table)
     positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
-    return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, None, table,
+    return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, scales, table,
                  scale=1.0, sliding=None, softcap=None)[..., :slots]
+
+
+def block_maxima(q: Array, cache: Array, length: Array, held: Array | None, scales: Array | None, table: Array | None,
+                 *, size: int) -> Array:
+    """Returns the largest product of each query with the visible keys of each `size` slots, `f32[B, G, R, S / size]`
+    (rounded up); minus infinity where none is visible.
+
+    Args:
+        q, cache, length, held, scales, table: see `cache_attention`.
+        size: number of slots of a block, any number.
+    """
+    unit = _unit(cache, table)
+    slots = cache.shape[2] * (1 if table is None else table.shape[1])
+    full = -(-slots // unit) * unit
+    # Each step pools this many slots, so that scores of single slots are nowhere for long.
+    each = math.gcd(size, *(unit * block_of(full // unit, max(most // unit, 1)) for most in (BLOCK, WIDE_BLOCK)))
+
+    def visit(x: AttentionBlock, found: Array) -> Array:
+        own = jnp.where(x.seen, x.scores, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(found, own.reshape(*own.shape[:3], -1, each).max(-1), x.at // each, 3)
+
+    positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
+    found = _walk(visit, jnp.full((*q.shape[:3], full // each), -jnp.inf), q, cache, length, positions, held, scales,
+                  table, scale=1.0, sliding=None, softcap=None)
+    more = -found.shape[3] % (size // each)
+    found = jnp.pad(found, ((0, 0),) * 3 + ((0, more),), constant_values=-jnp.inf)
+    return found.reshape(*found.shape[:3], -1, size // each).max(-1)[..., :-(-slots // size)]
 
 
 def _unit(cache: Array, table: Array | None) -> int:
