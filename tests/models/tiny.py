@@ -171,8 +171,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "minimax-m3": ("minimax_m3_vl_text", MINIMAX_M3, None),
     # One index head for two key/value heads, and two local blocks.
     "minimax-m3-local": ("minimax_m3_vl_text", {
-        **MINIMAX_M3, "num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["sparse"] * 2,
-        "index_n_heads": 1, "index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 2}, None),
+        **MINIMAX_M3, "num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["sparse"] * 2, "index_n_heads": 1, "index_block_size": 3,
+        "index_topk_blocks": 3, "index_local_blocks": 2}, None),
     "hy3": ("hy_v3", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, None),
     "ernie4.5-moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, None),
     "gpt-oss": ("gpt_oss", {**SMALL_WINDOW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -275,9 +276,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 
 
 ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon",
-         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "minimax-m3-local", "llama4-top2",
-         "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
-         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
+         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "llama4-top2",
+         "minimax-m3-local", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
+         "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
          "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
          "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
          "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
