@@ -54,10 +54,9 @@ class BlockIndexer(nnx.Module):
         asked = self._placed(self.q(x), self.q_norm, tables)
         # An index head that several key heads share asks once for each of them.
         asked = jnp.repeat(asked, max(k.shape[2] // rule.heads, 1), 2)
-        wide = ((0, 0),) * 3
         k = jnp.concatenate([k, jnp.broadcast_to(own, (*k.shape[:3], rule.width))], -1)
-        return jnp.pad(q, (*wide, (0, rule.width))), k, TopBlocks(
-            jnp.pad(asked, (*wide, (plain, 0))), rule.top, rule.size, rule.local)
+        return jnp.pad(q, ((0, 0),) * 3 + ((0, rule.width),)), k, TopBlocks(
+            asked, plain, rule.top, rule.size, rule.local)
 
     def _placed(self, y: Array, norm: Norm, tables: dict[Any, Any]) -> Array:
         """Splits index queries or keys into heads, `f[B, W, N, width]`, norms and rotates them."""

@@ -31,13 +31,27 @@ class CachedKeys(NamedTuple):
         return self.cache.shape[2] * (1 if self.table is None else self.table.shape[1])
 
 
+class ChosenKeys(NamedTuple):
+    """The keys that a choice has left.
+
+    Attributes:
+        mask: `bool[B or 1, n, W, K]`, those of the window, where `n` divides the number of query heads.
+        added: a function from cached keys and their positions `i32[B or 1, 1, S]` to what is added to their scores,
+            `f32[B, n, W, S]`; None: there is no cache.
+        wanted: `bool[S]`, the slots of which some query has chosen the key; None: there is no cache.
+    """
+
+    mask: Array
+    added: Callable[[Array, Array], Array] | None = None
+    wanted: Array | None = None
+
+
 class KeyChoice(abc.ABC):
     """A choice of the keys that a query attends to. It takes the place of a bias, for caches in which slots are
     positions. It exists only inside a trace."""
 
     @abc.abstractmethod
-    def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None
-               ) -> tuple[Array, Callable[[Array, Array], Array] | None]:
+    def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None) -> ChosenKeys:
         """Chooses among the window's keys and the cached ones together.
 
         Args:
@@ -46,11 +60,6 @@ class KeyChoice(abc.ABC):
             positions: `i32[B, W]`, positions of the queries.
             where: `i32[B, K]`, positions of the window's keys.
             cached: the cached keys; None: there are none.
-
-        Returns:
-            The mask of the chosen keys of the window, `bool[B or 1, n, W, K]`, where `n` divides the number of query
-            heads, and a function from cached keys and their positions `i32[B or 1, 1, S]` to what is added to their
-            scores, `f32[B, n, W, S]`; None if there is no cache.
         """
 
 
@@ -69,8 +78,7 @@ class TopKeys(KeyChoice):
     weights: Array
     count: int
 
-    def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None
-               ) -> tuple[Array, Callable[[Array, Array], Array] | None]:
+    def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None) -> ChosenKeys:
         B, W, N, _ = self.queries.shape
         queries = self.queries.swapaxes(1, 2).reshape(B, 1, N * W, -1)
         near = self._weighed(jnp.einsum("bgqd,bgkd->bgqk", queries, k, preferred_element_type=jnp.float32))
@@ -85,7 +93,8 @@ class TopKeys(KeyChoice):
             at = jnp.broadcast_to(jnp.maximum(at, 0), (B, W, at.shape[2]))
             return jnp.where(jnp.take_along_axis(keep[..., :S], at, 2), 0.0, MASKED)[:, None]
 
-        return (mask & keep[..., S:])[:, None], far if S else None
+        own = (mask & keep[..., S:])[:, None]
+        return ChosenKeys(own, far, keep[..., :S].any((0, 1))) if S else ChosenKeys(own)
 
     def _weighed(self, products: Array) -> Array:
         """Returns index scores `f32[B, W, K]` from products of index queries and keys, `f32[B, 1, N W, K]`."""
@@ -115,27 +124,31 @@ class TopBlocks(KeyChoice):
     choice is the same wherever a window begins, and in a tree a node chooses among the blocks of its own path.
 
     Attributes:
-        queries: `f[B, W, N, d]`, index queries of the window's nodes, on the entries of keys; `N` is a multiple of the
-            number of key heads.
+        queries: `f[B, W, N, e]`, index queries of the window's nodes; `N` is a multiple of the number of key heads.
+            None: they are given separately, as `_attention_once` needs them.
+        first: index of the first of the `e` entries of a key that are its index key, which is that of all heads. The
+            first head's is read: on a mesh each device reads that of its own first head.
         count: number of blocks that a query attends to, at least `local`.
         size: number of positions of a block.
         local: number of blocks that are chosen in any case.
     """
 
-    queries: Array
+    queries: Array | None
+    first: int
     count: int
     size: int
     local: int
 
-    def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None
-               ) -> tuple[Array, Callable[[Array, Array], Array] | None]:
-        B, W, N, _ = self.queries.shape
-        G, K, size = k.shape[1], k.shape[2], self.size
-        queries = self.queries.swapaxes(1, 2).reshape(B, G, N // G * W, -1)
-        near = jnp.einsum("bgqd,bgkd->bgqk", queries, k, preferred_element_type=jnp.float32).reshape(B, N, W, K)
+    def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None) -> ChosenKeys:
+        assert self.queries is not None
+        B, W, N, d = self.queries.shape
+        K, size = k.shape[2], self.size
+        queries = self.queries.swapaxes(1, 2).reshape(B, 1, N * W, d)
+        near = jnp.einsum("bqd,bkd->bqk", queries[:, 0], k[:, 0, :, self.first:self.first + d],
+                          preferred_element_type=jnp.float32).reshape(B, N, W, K)
         near = jnp.where(mask[:, None], near, -jnp.inf)
         far = jnp.zeros((B, N, W, 0)) if cached is None else reference.block_maxima(
-            queries, *cached, size=size).reshape(B, N, W, -1)
+            queries, *cached, size=size, first=self.first).reshape(B, N, W, -1)
         C = far.shape[-1]
         # A column for each block of the cache, and further ones for blocks of the window beyond these: any positions
         # may be in a window without a cache.
@@ -160,8 +173,10 @@ class TopBlocks(KeyChoice):
             return jnp.take_along_axis(keep, at, 3)
 
         kept = mask[:, None] & chosen(jnp.take_along_axis(column, rank, 1))
-        return kept, None if cached is None else lambda _, at: jnp.where(
-            chosen(jnp.maximum(at[:, 0], 0) // size), 0.0, MASKED)
+        if cached is None:
+            return ChosenKeys(kept)
+        wanted = jnp.repeat(keep[..., :C].any((0, 1, 2)), size)[:cached.slots]
+        return ChosenKeys(kept, lambda _, at: jnp.where(chosen(jnp.maximum(at[:, 0], 0) // size), 0.0, MASKED), wanted)
 
 
 def _ranked(blocks: Array) -> tuple[Array, Array]:
