@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
         if self.index is not None:
-            q, k, options["bias"] = self.index.beside(x, q, k, tables)
+            k, options["bias"] = self.index(x, k, tables)
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def keys_values(self, x: Array, tables: dict[Any, Any]) -> tuple[Array, Array]:

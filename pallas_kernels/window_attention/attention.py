@@ -50,7 +50,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         slot_positions: `i32[B, G or 1, S]`, position of the token in each slot, -1 for an empty slot, for a cache whose
             slots are not positions; replaces `length` and `cached`.
         bias: added to the scores after softcap: relative position biases (T5), slopes (ALiBi), the effect of another
-            position (dual chunk attention).
+            position (dual chunk attention); or a choice of keys. With `TopBlocks` keys are longer than queries.
         sinks: `f[H]`, a learned score for each head that takes part in the softmax without a value (GPT-OSS), so that
             weights sum to less than one. When parts are merged, only one of them gets the sinks.
         scales: `f[B, G, 2, S]`, factors of each slot's key and value, for an `i8` cache from `quantized`.
@@ -299,7 +299,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         mask, far, wanted = chooses.choose(k, mask[:, 0], positions, where, keys)
     if sliding is not None:
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)[:, None]
-    s = jnp.einsum("bgqd,bgkd->bgqk", q, k, preferred_element_type=jnp.float32) * scale
+    s = jnp.einsum("bgqd,bgkd->bgqk", q, k[..., :q.shape[3]], preferred_element_type=jnp.float32) * scale
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
     s = s if bias is None else s + biases(k, where[:, None])
     s = jnp.where(_by_head(mask, H), s.reshape(B, H, W, -1), MASKED).reshape(s.shape)

@@ -74,7 +74,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     """Returns attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
-        q: `f[B, G, R, d]`, queries of each key/value head.
+        q: `f[B, G, R, d]`, queries of each key/value head; keys may have further entries after the first `d`.
         cache: `f[B, G, S, d + e]`, the key and then the value of each slot; or `f[B, G, S, d]`, keys that are values,
             too.
         length: `i32[B]`; slots from this index on are invisible.
@@ -106,7 +106,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     none = jnp.zeros((B, G, R, 1), jnp.float32)
     start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
     top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale,
-                            sliding=sliding, softcap=softcap, bias=bias, wanted=wanted)
+                            sliding=sliding, softcap=softcap, bias=bias, wanted=wanted, value_width=value_width)
     some = total != 0       # true for NaN, which must remain
     total = jnp.where(some, total, 1)
     return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
@@ -194,7 +194,8 @@ def _unit(cache: Array, table: Array | None) -> int:
 def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
-          bias: Callable[[Array, Array], Array] | None = None, wanted: Array | None = None, first: int = 0) -> Carry:
+          bias: Callable[[Array, Array], Array] | None = None, wanted: Array | None = None, first: int = 0,
+          value_width: int = 0) -> Carry:
     """Visits the scores of block after block: `carry = visit(block, carry)`."""
     d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
     if table is None:
@@ -224,7 +225,7 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
                 each = read(scales, i, block, 3)[:, :q.shape[1]].astype(jnp.float32)
                 key_scales, worth = each[:, :, :1], each[:, :, 1:]
             keys = both[..., first:first + d]
-            values = both[..., d:] if both.shape[-1] > d else keys
+            values = both[..., both.shape[-1] - value_width:]
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
             if held is not None:

@@ -52,7 +52,7 @@ def looped(q: Any, k: Any, v: Any, mask: Any, positions: Any, cache: Any, length
                 best |= {block: np.inf for block in best if 0 <= here - block < choice.local}
                 chosen = sorted(best, key=lambda block: -best[block])[:choice.count]
                 kept = np.isin(blocks, chosen)
-                weights = np.exp(keys[kept] @ q[b, w, h] * 0.2)
+                weights = np.exp(keys[kept, :FIRST] @ q[b, w, h] * 0.2)
                 out[b, w, h] = weights / weights.sum() @ values[kept]
     return out
 
@@ -63,7 +63,8 @@ def looped(q: Any, k: Any, v: Any, mask: Any, positions: Any, cache: Any, length
                                        (1, 9, 3, 4)) for paged in (False, True) for tree in (False, True)]))
 def test_a_query_head_attends_to_the_best_blocks_of_its_index_head(
         size: int, count: int, local: int, heads: int, paged: bool, tree: bool) -> None:
-    q, k, v, cache, own = drawn((B, W, H, D), (B, W, G, D), (B, W, G, E), (B, G, S, D + E), (B, W, heads, D - FIRST))
+    q, k, v, cache, own = drawn((B, W, H, FIRST), (B, W, G, D), (B, W, G, E), (B, G, S, D + E),
+                                (B, W, heads, D - FIRST))
     k, cache = shared(k), shared(cache)
     mask, positions = (TREE, DEPTHS) if tree else (CHAIN, np.arange(W))
     positions = (LENGTHS[:, None] + positions).astype(np.int32)
@@ -78,7 +79,7 @@ def test_a_query_head_attends_to_the_best_blocks_of_its_index_head(
 
 
 def test_slots_that_a_window_does_not_see_give_no_block() -> None:
-    q, k, v, cache, own = drawn((B, W, H, D), (B, W, G, D), (B, W, G, E), (B, G, S, D + E), (B, W, G, D - FIRST))
+    q, k, v, cache, own = drawn((B, W, H, FIRST), (B, W, G, D), (B, W, G, E), (B, G, S, D + E), (B, W, G, D - FIRST))
     k, cache = shared(k), shared(cache)
     hidden = np.random.default_rng(4).random((B, S)) < 0.7
     hidden[:, 64:] |= np.arange(64, S) // 32 % 2 == 0           # whole blocks, too
@@ -91,7 +92,7 @@ def test_slots_that_a_window_does_not_see_give_no_block() -> None:
 
 def test_positions_of_a_text_without_a_cache_may_be_any() -> None:
     """They may begin anywhere, have gaps, and be negative at nodes that nobody sees."""
-    q, k, v, own = drawn((B, W, H, D), (B, W, G, D), (B, W, G, E), (B, W, G, D - FIRST))
+    q, k, v, own = drawn((B, W, H, FIRST), (B, W, G, D), (B, W, G, E), (B, W, G, D - FIRST))
     k = shared(k)
     positions = np.array([[7, 8, 9, 10, 11], [1000, 1004, 90_000, 90_001, 90_009], [-3, -2, 0, 1, 2]], np.int32)
     mask = np.broadcast_to(CHAIN, (B, W, W)).copy()
@@ -119,7 +120,7 @@ def test_the_best_products_of_blocks(size: int) -> None:
 
 
 def test_caches_whose_slots_are_not_positions_are_refused() -> None:
-    q, k, v, cache, own = drawn((B, W, H, D), (B, W, G, D), (B, W, G, E), (B, G, S, D + E), (B, W, G, D - FIRST))
+    q, k, v, cache, own = drawn((B, W, H, FIRST), (B, W, G, D), (B, W, G, E), (B, G, S, D + E), (B, W, G, D - FIRST))
     with pytest.raises(ValueError, match="bias: got a choice of keys with slot_positions, takes a cache in which"):
         window_attention(q, k, v, CHAIN[None], np.zeros((B, W), np.int32), cache, scale=0.2, slot_positions=jnp.zeros(
             (B, 1, S), jnp.int32), bias=TopBlocks(jnp.asarray(own), FIRST, 2, 4, 1))
