@@ -59,4 +59,5 @@ class BlockIndexer(nnx.Module):
         y = norm(y.reshape(*y.shape[:2], -1, self.rule.width))
         if (rope := self.layer.rope) is None:
             return y
-        return rotate(y, *tables[rope], rope.interleaved)
+        cos, sin = tables[rope]
+        return rotate(y, cos, sin, rope.interleaved)

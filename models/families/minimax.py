@@ -63,7 +63,8 @@ def _minimax_m3(c: Json) -> DecoderConfig:
         raise ValueError(f"index_head_dim: got {c['index_head_dim']}, takes at least the rotated part of a head, "
                          f"{rope.width}")
     try:
-        index = BlockIndex(*(c[key] for key in SPARSE if key != "index_local_blocks"), c["index_local_blocks"])
+        index = BlockIndex(c["index_n_heads"], c["index_head_dim"], c["index_block_size"], c["index_topk_blocks"],
+                           c["index_local_blocks"])
     except ValueError as e:
         raise ValueError(f"index_local_blocks, index_topk_blocks: {e}") from None
     layers = tuple(dataclasses.replace(layer, index=index) if kind == INDEXED else layer

@@ -295,7 +295,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         visible = cache, *_held(cache, table, length, cached, slot_positions), table
     mask, wanted = mask[:, None], None
     if chooses is not None:
-        keys = None if visible is None else CachedKeys(*visible[:3], scales, table)
+        keys = None if visible is None else CachedKeys(visible[0], visible[1], visible[2], scales, table)
         mask, far, wanted = chooses.choose(k, mask[:, 0], positions, where, keys)
     if sliding is not None:
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)[:, None]

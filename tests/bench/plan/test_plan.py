@@ -33,8 +33,7 @@ PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3
               "jamba-v0.1": 51.57, "kimi-linear-48b-a3b": 49.12,
               "minimax-m3": 426.17, "gemma-4-e2b": 4.63, "gemma-4-31b": 30.7, "gemma-4-26b-a4b": 25.2}
 """Billions, as on the models' cards; of Gemma, Qwen3.5 and MiniMax-M3 (428 with its tower) the text model, and
-without layers for further tokens
-(GLM-4.6: 357 with one)."""
+without layers for further tokens (GLM-4.6: 357 with one)."""
 
 
 @pytest.mark.wide(but=("llama-3-8b", "llada-8b"))
