@@ -10,7 +10,15 @@ from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families.qwen import sparse_layers
 from decodax.models.latent.shape import Latent
-from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts
+from decodax.models.reading import (
+    Json,
+    read_activation,
+    read_experts,
+    read_rope,
+    read_shape,
+    refuse_others,
+    with_experts,
+)
 from decodax.models.recurrent.options import GatedDelta
 
 
@@ -70,10 +78,8 @@ def _olmo_hybrid(c: Json) -> DecoderConfig:
 def _kimi_linear(c: Json) -> DecoderConfig:
     c = {"num_experts": 256, "num_experts_per_token": 8, "moe_intermediate_size": 1024, "rms_norm_eps": 1e-5,
          "max_position_embeddings": c.get("model_max_length", 1 << 20), **c}
-    for key, value in {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1,
-                       "num_key_value_heads": c["num_attention_heads"], "hidden_act": "silu"}.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+    refuse_others(c, mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1,
+                  num_key_value_heads=c["num_attention_heads"], hidden_act="silu")
     linear, count = c.get("linear_attn_config") or {}, c["num_hidden_layers"]
     heads, width = linear.get("num_heads", c.get("linear_num_heads", 32)), linear.get(
         "head_dim", c.get("linear_head_dim", 128))
