@@ -131,7 +131,8 @@ _KEYS: dict[Kind, str] = {
     _one_or_list(HEADS): "moe_topk",
     _one_or_list(INDEX): "num_shared_expert",
     _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers "
+                                         "kv_source_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
