@@ -110,10 +110,10 @@ def _mistral4(c: Json) -> DecoderConfig:
 
 
 def _mistral_large4(c: Json) -> DecoderConfig:
-    experts = c.get("num_experts", c.get("num_local_experts", 128))
-    c = {"num_experts_per_tok": 4, "n_routed_experts": experts, "moe_intermediate_size": 6144, "n_shared_experts": 1,
-         "first_k_dense_replace": 1, "qk_nope_head_dim": 64, "rms_norm_eps": 1e-5, "index_n_heads": 32,
-         "max_position_embeddings": 1 << 20, "final_logit_softcapping": 30.0, **c, "q_lora_rank": None}
+    experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 128)))
+    c = {"num_experts_per_tok": 4, "moe_intermediate_size": 6144, "n_shared_experts": 1, "first_k_dense_replace": 1,
+         "qk_nope_head_dim": 64, "rms_norm_eps": 1e-5, "index_n_heads": 32, "max_position_embeddings": 1 << 20,
+         "final_logit_softcapping": 30.0, **c, "n_routed_experts": experts, "q_lora_rank": None}
     if not (c.get("rope_parameters") or c.get("rope_scaling")):
         c["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0,
                                 "original_max_position_embeddings": 512, "attention_factor": 1.0}

@@ -52,8 +52,6 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "q_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.query_rank == value
                                         for layer in d.layers if layer.recurrent is None),
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
-    "kv_source_layers": lambda d, value: list(value) == [i if layer.reads is None else layer.reads
-                                                         for i, layer in enumerate(d.layers)],
     "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
     "num_kv_shared_layers": lambda d, value: sum(layer.reads is not None for layer in d.layers) == value,
     "n_group": _mixtures("groups"),
