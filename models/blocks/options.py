@@ -99,10 +99,11 @@ class Layer:
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
-                                    reads=None if chosen else self.reads) != Layer())):
+                                    output_gate=None, reads=None if chosen else self.reads) != Layer()) or (
+                self.output_gate == "channels")):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
-                             "(plain), of the other options scale, experts and query_scale, and with an indexer reads "
-                             "and no such width")
+                             "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
+                             "and with an indexer reads and no such width")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")

@@ -31,7 +31,7 @@ def _deepseek_v2(c: Json) -> DecoderConfig:
     groups: dict[str, Any] = {}
     if method == "group_limited_greedy":
         groups = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max")
-    return _decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
+    return latent_decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
 
 
 def _deepseek_v3(c: Json) -> DecoderConfig:
@@ -90,7 +90,7 @@ def _sigmoid(c: Json, indexer: Indexer | None = None) -> DecoderConfig:
     _expects(c, scoring_func="sigmoid", topk_method="noaux_tc")
     experts = _experts(c, normalise=c.get("norm_topk_prob", True), score="sigmoid", correction=True,
                        groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
-    return _decoder(c, experts, indexer=indexer)
+    return latent_decoder(c, experts, indexer=indexer)
 
 
 def _mistral4(c: Json) -> DecoderConfig:
@@ -106,7 +106,7 @@ def _mistral4(c: Json) -> DecoderConfig:
     if (beta := rope.get("llama_4_scaling_beta")) is not None:
         trained = rope.get("original_max_position_embeddings", c.get("max_position_embeddings", 1 << 20))
         growth = QueryScale(float(beta), float(trained))
-    return _decoder(c, experts, growth=growth)
+    return latent_decoder(c, experts, growth=growth)
 
 
 def _mistral_large4(c: Json) -> DecoderConfig:
@@ -120,7 +120,7 @@ def _mistral_large4(c: Json) -> DecoderConfig:
     if c.get("norm_topk_prob") is False:
         raise ValueError("norm_topk_prob: got False, supported is True")
     mixture = _experts(c, groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
-    found = _chosen(c, _decoder(c, mixture, interleaved=True, indexer=_indexer(c)), True)
+    found = _chosen(c, latent_decoder(c, mixture, interleaved=True, indexer=_indexer(c)), True)
     rotated = rotated_layers(c)
     layers = list(found.layers)
     for i, source in enumerate(_latents(c, rotated)):
@@ -150,7 +150,7 @@ def _latents(c: Json, rotated: Sequence[int]) -> Sequence[int]:
 
 
 def _youtu(c: Json) -> DecoderConfig:
-    return _decoder({"q_lora_rank": 1536, "tie_word_embeddings": True, **c}, None)
+    return latent_decoder({"q_lora_rank": 1536, "tie_word_embeddings": True, **c}, None)
 
 
 def _expects(c: Json, **entries: str) -> None:
@@ -173,9 +173,9 @@ def _rope_entries(c: Json) -> Json:
     return {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
 
 
-def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
-             growth: QueryScale | None = None, indexer: Indexer | None = None) -> DecoderConfig:
-    """Returns the decoder of a configuration with its defaults.
+def latent_decoder(c: Json, experts: Experts | None = None, interleaved: bool | None = None,
+                   growth: QueryScale | None = None, indexer: Indexer | None = None) -> DecoderConfig:
+    """Returns the decoder with multi-head latent attention of a configuration `c` with its defaults.
 
     Args:
         c: the configuration.

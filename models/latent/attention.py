@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -62,6 +63,7 @@ class LatentAttention(nnx.Module):
         up = lambda width: Linear(rngs, (latent.rank, c.heads * width), (None, "heads"), False)
         self.k_b, self.v_b = up(c.head_dim - turned), up(latent.value_width)
         self.indexer = None if latent.indexer is None or latent.indexer.shared else IndexerPart(c, layer, rngs)
+        self.gate = Linear(rngs, (c.width, c.heads), ("embed", "heads"), False) if layer.output_gate else None
         self.o = Linear(rngs, (c.heads * latent.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
 
@@ -72,14 +74,20 @@ class LatentAttention(nnx.Module):
         if self.layer.latent is not None and self.layer.latent.indexer is not None:
             key, chooser = self._chosen(index, x, narrow, tables)
             out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], scale=scale, bias=chooser)
-            return self.o(self.values(out).reshape(*x.shape[:2], -1)), entry
+            return self._projected(x, self.values(out)), entry
         key = self._keys(x, tables)
         if isinstance(attend, Expanding):
             out, entry = attend.expanded(index, self, q, key, scale)
         else:
             out, entry = attend(index, self.absorbed(q), key, key[..., :0], scale=scale)
             out = self.values(out)
-        return self.o(out.reshape(*x.shape[:2], -1)), entry
+        return self._projected(x, out), entry
+
+    def _projected(self, x: Array, out: Array) -> Array:
+        """Projects the heads' output `f[B, W, H, value_width]` to the residual stream. `x`: the layer's input."""
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
+        return self.o(out.reshape(*x.shape[:2], -1))
 
     def _chosen(self, index: int, x: Array, narrow: Array, tables: dict[Any, Any]) -> tuple[Array, TopKeys]:
         """Returns the latents of the layer, or of that which it reads, with rotated and index keys, `f[B, W, 1, d]`,

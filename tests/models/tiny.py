@@ -41,6 +41,10 @@ GEMMA4 = {**SMALL_WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_laye
 KIMI = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
         "num_hidden_layers": 3, "linear_head_dim": 6, "linear_num_heads": 2, "moe_intermediate_size": 24,
         "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LING = {"num_key_value_heads": 4, "num_hidden_layers": 3, "layer_group_size": 2, "head_dim": 6, "kv_lora_rank": 16,
+        "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "moe_intermediate_size": 24,
+        "num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "n_shared_experts": 2, "attention_bias": True, "kda_lower_bound": -3.0}
 NEMOTRON = {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": None,
             "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.7}
@@ -235,6 +239,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "kimi-linear": ("kimi_linear", {**KIMI, "num_experts": 4, "num_expert_group": 2, "topk_group": 2}, None),
     "kimi-linear-query": ("kimi_linear", {**KIMI, "q_lora_rank": 12, "num_experts": 4, "mlp_layer_types": [
         "sparse", "dense", "dense"]}, None),
+    "ling3": ("bailing_hybrid", LING, None),
+    "ling3-plain": ("bailing_hybrid", {**LING, "q_lora_rank": None, "kda_safe_gate": False, "attention_bias": False,
+                                       "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                                       "mlp_layer_types": ["sparse", "dense", "dense"]}, None),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
                       "block_multiple_of": 12}, None),
     "lfm2-bias": ("lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
@@ -277,7 +285,8 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
          "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
          "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
-         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense", "mistral-large4-plain"}
+         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense", "mistral-large4-plain",
+         "ling3-plain"}
 """Cases that differ little from another one."""
 
 
