@@ -84,6 +84,8 @@ class DecoderConfig:
         conditioned: True: the model fills a canvas after a causal text, and reads its last predictions there; the nodes
             of a canvas have factors of `layer_scale` of their own. See `decodax.models.residual.conditioning`.
         gate_scale, mlp_scale: factors of the MLP's gate before its activation, and of the MLP's outputs.
+        rope_factors: number of learned numbers whose exponentials multiply the frequencies of all rotary embeddings,
+            one for each frequency; 0: none.
     """
 
     __repr__ = short
@@ -129,6 +131,7 @@ class DecoderConfig:
     conditioned: bool = False
     gate_scale: float = 1.0
     mlp_scale: float = 1.0
+    rope_factors: int = 0
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context")
@@ -195,6 +198,7 @@ class DecoderConfig:
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope
+                                                and _as_wide(self.layers[layer.reads], layer)
                                                 and self.kv_shape(self.layers[layer.reads]) == self.kv_shape(layer)):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
                                  "of its own, the same rope, and heads of the same number and width")
@@ -215,6 +219,10 @@ class DecoderConfig:
                 raise ValueError("linear: a width of its own cannot be combined with qk_norm")
             if layer.rope is not None and layer.rope.width > self.key_width(layer):
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.key_width(layer)}")
+            if self.rope_factors and layer.rope is not None and (
+                    layer.rope.width != 2 * self.rope_factors or layer.rope.chunks is not None):
+                raise ValueError(f"rope_factors: got {self.rope_factors}, takes half the width of every rope, "
+                                 f"{layer.rope.width}, without chunks")
             if layer.experts is not None and (self.mlp_bias or self.activation == "xielu"):
                 raise ValueError("experts: takes an MLP without biases, and an activation without parameters")
             if layer.experts is not None and not self.gated and (layer.experts.bias or layer.experts.glu is not None):
@@ -267,6 +275,16 @@ class DecoderConfig:
         return tuple((i, recurrent) for i in self.own for recurrent in (False, True)
                      if i in (self.recurrent if recurrent else (*self.attending, *self.summing)))
 
+    def index_keys(self, layer: int) -> tuple[int, ...]:
+        """Returns the indices of the layers whose index keys the cache stores with the latents of a layer in `own`:
+        those by which this layer and all that read its latents choose tokens; () without an indexer."""
+        lead, found = 0, []
+        for i, other in enumerate(self.layers):
+            lead = lead if _chosen_before(other) else i
+            if layer in (i, other.reads) and other.latent is not None and other.latent.indexer is not None:
+                found.append(lead)
+        return tuple(dict.fromkeys(found))
+
     @property
     def echoed(self) -> bool:
         """True if some layers use the attention weights of other layers."""
@@ -303,6 +321,14 @@ class DecoderConfig:
         """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
         return any(layer.reads is not None or layer.echoes is not None or _chosen_before(layer)
                    for layer in self.layers)
+
+
+def _as_wide(source: Layer, layer: Layer) -> bool:
+    """Returns True if both layers have latents, with index keys, of the same widths, or neither has any."""
+    if source.latent is None or layer.latent is None:
+        return source.latent is layer.latent
+    widths = [(x.rank, x.indexer and x.indexer.width) for x in (source.latent, layer.latent)]
+    return widths[0] == widths[1]
 
 
 def _chosen_before(layer: Layer) -> bool:

@@ -42,6 +42,7 @@ class Decoder(nnx.Module):
         self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.rope_factors = nnx.Param(jnp.zeros(c.rope_factors), axes=(None,)) if c.rope_factors else None
         self.conditioning = SelfConditioning(c, rngs) if c.conditioned else None
         self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
         self.streams = StreamEnds(c, rngs) if c.streams is not None else None
@@ -99,6 +100,8 @@ class Decoder(nnx.Module):
                 x = x + added[i].astype(x.dtype)
             if i in self.c.own:
                 entries += entry if self.c.layers[i].beside else [entry]
+            elif (reads := self.c.layers[i].reads) is not None and self.c.layers[i].latent is not None:
+                entries[self.c.own.index(reads)] = entry        # now with the index keys of this layer
             states.append(x if self.c.streams is None else x[:, :, self.c.streams.active])
         if echoes is not None:
             entries = echoes.entries(entries)
@@ -113,9 +116,10 @@ class Decoder(nnx.Module):
 
         def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             reads = self.c.layers[layer].reads
-            if reads is None:
-                reads, made[layer] = layer, (k, v)
-            return attend(place[reads], q, *made[reads], **options)
+            source = layer if reads is None else reads
+            if k is not None:       # of its own, or latents of the other layer with index keys of its own
+                made[source] = k, v
+            return attend(place[source], q, *made[source], **options)
 
         return shared
 
@@ -178,7 +182,8 @@ class Decoder(nnx.Module):
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         table = Rope.table if images is None else images.table
-        return {rope: table(rope, positions, context) for rope in ropes} | {
+        factors = None if self.rope_factors is None else jnp.exp(self.rope_factors[...].astype(jnp.float32))
+        return {rope: table(rope, positions, context, factors) for rope in ropes} | {
             scale: scale.table(positions) for scale in scales} | {None: positions, "inputs": inputs, "canvas": None}
 
     def logits(self, hidden: Array) -> Array:

@@ -83,7 +83,7 @@ _KEYS: dict[Kind, str] = {
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
-          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention",
+          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -95,11 +95,12 @@ _KEYS: dict[Kind, str] = {
               "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
               "block_ffn_dim_multiplier",
     NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    _number("a number below 0", lambda x: x < 0): "kda_lower_bound",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
             "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval encoder_layers "
-            "decoder_layers attn_layer_period expert_layer_period",
+            "decoder_layers attn_layer_period expert_layer_period layer_group_size",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts "
            "num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
@@ -133,7 +134,8 @@ _KEYS: dict[Kind, str] = {
     _one_or_list(HEADS): "moe_topk",
     _one_or_list(INDEX): "num_shared_expert",
     _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers "
+                                         "kv_source_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):

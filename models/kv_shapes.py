@@ -19,7 +19,7 @@ def _latent(c: DecoderConfig, i: int) -> KVLayer:
     takes the place of a bias."""
     latent, rope = c.layers[i].latent, c.layers[i].rope
     assert latent is not None
-    more = 0 if latent.indexer is None else latent.indexer.width
+    more = 0 if latent.indexer is None else latent.indexer.width * len(c.index_keys(i))
     return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0, chooses=more > 0)
 
 

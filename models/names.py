@@ -58,7 +58,6 @@ class Names:
             those for the others.
         repeated: groups of `fused` whose parts are repeated for each head, and whose heads: "heads" or "key_heads".
         stacked: name of the tensor of all experts, by path, if a file has these in place of those of `experts`.
-        other: the end of a tensor's name, and fields that replace those above in a file that has such a tensor.
         further: prefixes of the tensors of layers that predict further tokens.
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
@@ -66,6 +65,7 @@ class Names:
         interleaved: the columns of the projections in a fused tensor of all experts alternate.
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
         outside: names of further tensors outside of layers, by the weight's path.
+        variants: ends of tensors' names that only some files have, each with the fields that differ in these.
         padded: number of first axes of length 1 that such tensors have in the file alone, by path inside a layer.
     """
 
@@ -84,7 +84,6 @@ class Names:
     grouped: bool = False
     repeated: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     stacked: dict[str, str] = dataclasses.field(default_factory=dict)
-    other: tuple[str, dict[str, Any]] | None = None
     further: tuple[str, ...] = ()
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
@@ -93,6 +92,7 @@ class Names:
     extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
     outside: dict[str, str] = dataclasses.field(default_factory=dict)
     padded: dict[str, int] = dataclasses.field(default_factory=dict)
+    variants: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -160,16 +160,6 @@ FAMILY_NAMES = {
     "nanochat": Names({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
     "apertus": Names({**LLAMA, "attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"}),
     "exaone4": Names(SANDWICH),
-    "recurrent_gemma": Names(
-        {**LLAMA, "attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
-         **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
-         **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
-         **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, norm="final_norm",
-        extra={"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
-               **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
-                   ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"),
-                   ("input_bias", "input_gate_bias"), ("decay_gate", "recurrent_gate_weight"),
-                   ("decay_bias", "recurrent_gate_bias"))}}),
     "hunyuan_v1_dense": Names(HUNYUAN),
     "hunyuan_v1_moe": Names({**HUNYUAN, "mlp.router": "mlp.gate.wg", **{
         f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")}}),
@@ -190,6 +180,7 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
                     r"|patch_merge_mlp|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|^(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
 Phi-4-multimodal has for prompts with these."""
@@ -278,7 +269,8 @@ def embeddings(family: str) -> list[str]:
     """Returns the possible names of the embedding table, in files of a whole model, of a bare model and of multimodal
     models."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
-    return [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)]
+    found = (names, *(dataclasses.replace(names, **fields) for _, fields in names.variants))
+    return list(dict.fromkeys(f"{stem}{own.embed}.weight" for own in found for stem, _ in _stems(own)))
 
 
 def _stems(names: Names) -> list[tuple[str, str]]:
@@ -291,10 +283,10 @@ def names_of(family: str, present: Collection[str]) -> Names:
     """Returns the tensor names for a file that has the tensors `present`, which may be that of a bare model or of a
     larger model that contains it."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
+    for end, fields in names.variants:
+        names = dataclasses.replace(names, **fields) if any(tensor.endswith(end) for tensor in present) else names
     if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in present):
         names = dataclasses.replace(names, experts=names.stacked, fused=(*names.fused, GATE_UP))
-    if names.other is not None and any(tensor.endswith(names.other[0]) for tensor in present):
-        names = dataclasses.replace(names, **names.other[1])
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])
@@ -390,10 +382,10 @@ def flatten(tree: Weights) -> dict[str, Any]:
 def stored_dtype(path: str, name: str) -> str:
     """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
 
-    A correction of experts' scores decides between nearly equal ones, and errors of a recurrence's decays add up. They
-    stay float32, as in published files.
+    A correction of experts' scores decides between nearly equal ones, and errors of a recurrence's decays and of rotary
+    frequencies add up. They stay float32, as in published files.
 
     >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
     ('float32', 'bfloat16')
     """
-    return "float32" if path.endswith((".correction", ".A_log", ".dt_bias")) else name
+    return "float32" if path.endswith((".correction", ".A_log", ".dt_bias", "rope_factors")) else name

@@ -86,7 +86,8 @@ class Layer:
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
-            the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
+            the rotated part of a head, or `Latent.plain`. With an indexer it takes neither, too, and the layer may read
+            the latents of an earlier one (`reads`). None: keys and values for each head.
         output_gate: multiplies the attention's output by the sigmoid of a projection of the layer's input, with one
             number for each of its "channels", or for each of its "heads" and without a bias; None: no gate.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
@@ -121,11 +122,15 @@ class Layer:
     index: BlockIndex | None = None
 
     def __post_init__(self) -> None:
-        if self.latent is not None and ((self.rope is None) != (self.latent.plain > 0) or (
-                self.rope is not None and self.rope.chunks is not None) or dataclasses.replace(
-                self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
+        chosen = self.latent is not None and self.latent.indexer is not None
+        if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
+                chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
+                dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
+                                    output_gate=None, reads=None if chosen else self.reads) != Layer()) or (
+                self.output_gate == "channels")):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
-                             "(plain), and of the other options scale, experts and query_scale")
+                             "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
+                             "and with an indexer reads and no such width")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")

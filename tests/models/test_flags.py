@@ -33,8 +33,10 @@ WITHOUT_EFFECT_HERE = {
     **{kind: {"head_dim", "qk_head_dim"} for kind in ("deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4",
                                                                  "youtu")},
     "glm4_moe_lite": {"qk_head_dim"},
-    "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
-    "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
+    **{kind: {"head_dim", "qk_head_dim", "first_k_dense_replace"}
+       for kind in ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text")},
+    "bailing_hybrid": {"head_dim", "qk_head_dim", "first_k_dense_replace", "layer_group_size", "rope_theta",
+                       "short_conv_kernel_size"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},
     # not read by transformers either
     "nemotron_h": {"expand", "residual_in_fp32"},

@@ -41,6 +41,10 @@ GEMMA4 = {**SMALL_WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_laye
 KIMI = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
         "num_hidden_layers": 3, "linear_head_dim": 6, "linear_num_heads": 2, "moe_intermediate_size": 24,
         "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LING = {"num_key_value_heads": 4, "num_hidden_layers": 3, "layer_group_size": 2, "head_dim": 6, "kv_lora_rank": 16,
+        "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "moe_intermediate_size": 24,
+        "num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "n_shared_experts": 2, "attention_bias": True, "kda_lower_bound": -3.0}
 NEMOTRON = {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": None,
             "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.7}
@@ -57,6 +61,11 @@ MINIMAX_M3 = {"head_dim": 16, "rotary_dim": 8, **rope("default", partial_rotary_
               "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 2,
               "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
               "mlp_layer_types": ["sparse", "dense", "sparse"]}
+LARGE = {**{key: value for key, value in MLA.items() if key != "q_lora_rank"}, **DSA, "num_hidden_layers": 6,
+         "attention_bias": True, "n_group": 2, "final_logit_softcapping": 4.0, "no_rope_layers": [1, 1, 0, 1, 0, 1],
+         "kv_source_layers": [0, 0, 2, 0, 2, 5],
+         "indexer_types": ["full", "full", "shared", "shared", "full", "full"],
+         **rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0)}
 GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
                "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
@@ -207,6 +216,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
                                             max_position_embeddings=64)}, None),
+    "mistral-large4": ("mistral_large4_text", LARGE, None),
+    "mistral-large4-plain": ("mistral_large4_text", {
+        key: value for key, value in {**LARGE, "num_hidden_layers": 2, "no_rope_layer_interval": 2}.items()
+        if key not in ("no_rope_layers", "kv_source_layers", "indexer_types", "attention_bias")}, None),
     "youtu": ("youtu", {key: value for key, value in MLA.items() if "expert" not in key and key not in (
         "moe_intermediate_size", "routed_scaling_factor")}, None),
     # Which layers rotate does not decide which ones attend in chunks.
@@ -239,6 +252,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "kimi-linear": ("kimi_linear", {**KIMI, "num_experts": 4, "num_expert_group": 2, "topk_group": 2}, None),
     "kimi-linear-query": ("kimi_linear", {**KIMI, "q_lora_rank": 12, "num_experts": 4, "mlp_layer_types": [
         "sparse", "dense", "dense"]}, None),
+    "ling3": ("bailing_hybrid", LING, None),
+    "ling3-plain": ("bailing_hybrid", {**LING, "q_lora_rank": None, "kda_safe_gate": False, "attention_bias": False,
+                                       "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                                       "mlp_layer_types": ["sparse", "dense", "dense"]}, None),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
                       "block_multiple_of": 12}, None),
     "lfm2-bias": ("lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
@@ -281,7 +298,8 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
          "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
-         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
+         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense", "mistral-large4-plain",
+         "ling3-plain"}
 """Cases that differ little from another one."""
 
 
@@ -298,6 +316,11 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     if kind == "mistral4":      # the text part of Mistral Small 4, which transformers 5.24 has under no Auto class
         config._attn_implementation = attention
         model = transformers.Mistral4ForCausalLM(config).eval()
+    elif kind == "mistral_large4_text":     # transformers has a head for it beside an encoder of images alone
+        sight = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 16}
+        whole = transformers.MistralLarge4Config(text_config=config, vision_config=sight)
+        model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation=attention).eval()
     else:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():

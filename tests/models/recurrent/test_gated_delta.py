@@ -229,6 +229,8 @@ def test_wrong_configurations_are_refused_by_name() -> None:
         GatedDelta(2, 3, 4, 4)
     with pytest.raises(ValueError, match=r"^rate: got 3"):
         GatedDelta(2, 4, 4, 4, rate=3)
+    with pytest.raises(ValueError, match=r"^floor: got 1.0, takes a number below 0, or 0"):
+        GatedDelta(2, 4, 4, 4, floor=1.0)
     with pytest.raises(ValueError, match=r"^key_dim: got 0"):
         GatedDelta(2, 4, 0, 4)
     of = lambda *layers, **more: DecoderConfig(**{**vars(BASE), "layers": layers, **more})
