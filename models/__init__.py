@@ -3,7 +3,7 @@ RWKV-7 and RWKV-X."""
 
 from decodax.common.names import directory
 from decodax.models.arc_encoder import ArcEncoder
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.config import DecoderConfig, NormConfig, llama
 from decodax.models.cross_layer import cla, diffqkv, echo_att, yoco
 from decodax.models.decoder import Decoder

@@ -16,7 +16,7 @@ import jax
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
-from decodax.models.recurrent.names import NAMES, SHARED_HALVES
+from decodax.models.recurrent.names import NAMES, SHARED_HALVES, STACKED
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights
@@ -44,6 +44,7 @@ class Names:
         experts: module name of each projection of an expert, by the network path inside a layer; without `{expert}` in
             it, the name of a tensor that has those of all experts.
         correction: name inside a layer of the tensor that is added to the scores of experts for their choice.
+        moved: another name of that tensor, which some files have; empty: none.
         stem: prefix of all names.
         bare: prefix in files of the model without its output head.
         layers: name of the list of layers.
@@ -70,6 +71,7 @@ class Names:
     layer: dict[str, str]
     experts: dict[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
     correction: str = "mlp.gate.e_score_correction_bias"
+    moved: str = ""
     stem: str = "model."
     bare: str = ""
     layers: str = "layers"
@@ -140,6 +142,10 @@ FAMILY_NAMES = {
     "hy_v3": Names({**LLAMA, "mlp.router": "mlp.router.gate", **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj"
                                                                 for part in ("gate", "up", "down")}},
                    correction="mlp.expert_bias"),
+    "laguna": Names({**LLAMA, "attn.gate": "self_attn.g_proj", **{
+        f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}, stacked=STACKED,
+        correction="mlp.experts.e_score_correction_bias", moved="mlp.gate.e_score_correction_bias"),
+    "muse_glimmer_text": Names({**SANDWICH, "attn.gate": "self_attn.gate_proj"}),
     "mimo_v2_flash": Names(LLAMA, extra={"attn.sinks": "self_attn.attention_sink_bias"}),
     "ernie4_5_moe": Names(LLAMA, correction="mlp.moe_statics.e_score_correction_bias"),
     "gpt_neox": Names({**NEOX, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense"},
@@ -161,16 +167,6 @@ FAMILY_NAMES = {
     "nanochat": Names({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
     "apertus": Names({**LLAMA, "attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"}),
     "exaone4": Names(SANDWICH),
-    "recurrent_gemma": Names(
-        {**LLAMA, "attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
-         **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
-         **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
-         **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, norm="final_norm",
-        extra={"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
-               **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
-                   ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"),
-                   ("input_bias", "input_gate_bias"), ("decay_gate", "recurrent_gate_weight"),
-                   ("decay_bias", "recurrent_gate_bias"))}}),
     "hunyuan_v1_dense": Names(HUNYUAN),
     "hunyuan_v1_moe": Names({**HUNYUAN, "mlp.router": "mlp.gate.wg", **{
         f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")}}),
@@ -190,7 +186,8 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
-                    r"|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|embed_vision|vision_embedder|vision_adapter|vision_projection|audio_tower|embed_audio"
+                    r"|embed_tokens_extend)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
 Phi-4-multimodal has for prompts with these."""
@@ -294,6 +291,8 @@ def names_of(family: str, present: Collection[str]) -> Names:
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in present):
         names = dataclasses.replace(names, experts=names.stacked, fused=(*names.fused, GATE_UP))
+    if names.moved and any(tensor.endswith(names.moved) for tensor in present):
+        names = dataclasses.replace(names, correction=names.moved)
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families.qwen import sparse_layers
 from decodax.models.latent.shape import Latent
@@ -22,7 +22,8 @@ def _qwen(c: Json) -> DecoderConfig:
     shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True), qk_norm="head",
                        qkv_bias=c.get("attention_bias", False), out_bias=c.get("attention_bias", False),
                        head_dim=c.get("head_dim", 256))
-    delta, attention = Layer(recurrent=_delta(c)), Layer(rope=read_rope(c, shape), output_gate="channels")
+    delta, attention = Layer(recurrent=_delta(c)), Layer(
+        rope=read_rope(c, shape), output_gate=OutputGate("channels", bias=shape["qkv_bias"]))
     period = c.get("full_attention_interval", 4)
     kinds = _kinds(c, lambda i: (i + 1) % period == 0)
     return DecoderConfig(layers=tuple(attention if full else delta for full in kinds), **shape)

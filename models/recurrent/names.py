@@ -102,6 +102,16 @@ GRANITE: dict[str, Any] = {
                 "mlp.down": "block_sparse_moe.output_linear.weight"},
     "extra": BAMBA["extra"], "fused": (INPUTS, ("mlp.gate", "mlp.up"), SHARED_HALVES)}
 
+RECURRENT_GEMMA: dict[str, Any] = {
+    "layer": {"attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
+              **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
+              **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
+              **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, "norm": "final_norm",
+    "extra": {"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
+              **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
+                  ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"), ("input_bias", "input_gate_bias"),
+                  ("decay_gate", "recurrent_gate_weight"), ("decay_bias", "recurrent_gate_bias"))}}}
+
 NAMES: dict[str, dict[str, Any]] = {
     "kimi_linear": KIMI, "nemotron_h": NEMOTRON_H, "granitemoehybrid": GRANITE, "bamba": BAMBA,
     "falcon_h1": {**BAMBA, "layer": {**BAMBA["layer"], **ssd("beside", "mamba")},
@@ -110,7 +120,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "jamba": {**BAMBA, "fused": (SCAN,),
               "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
                         **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
-    "lfm2": LFM2, "lfm2_moe": LFM2, "lfm3": LFM3,
+    "lfm2": LFM2, "lfm2_moe": LFM2, "lfm3": LFM3, "recurrent_gemma": RECURRENT_GEMMA,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),
                   **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},

@@ -92,7 +92,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
         Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
     "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
-        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate="channels"),
+        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate=OutputGate("channels")),
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
     "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),
