@@ -179,10 +179,10 @@ class DecoderConfig:
         if _chosen_before(self.layers[0]):
             raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
-            for name in ("heads", "head_dim", "mlp"):
-                if (getattr(layer, name) or 1) < 1:
+            for name in ("heads", "kv_heads", "head_dim", "mlp"):
+                if getattr(layer, name) is not None and getattr(layer, name) < 1:
                     raise ValueError(f"{name}: got {getattr(layer, name)} for layer {i}, takes 1 or more, or None")
-            if (layer.kv_heads or 1) < 1 or self.query_heads(layer) % self.groups(layer):
+            if self.query_heads(layer) % self.groups(layer):
                 raise ValueError(f"kv_heads: got {self.groups(layer)} for layer {i}, takes a divisor of heads = "
                                  f"{self.query_heads(layer)}")
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None

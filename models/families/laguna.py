@@ -29,6 +29,9 @@ def _laguna(c: Json) -> DecoderConfig:
     for key in ("num_attention_heads_per_layer", "mlp_layer_types"):
         if c.get(key) is not None and len(c[key]) < count:
             raise ValueError(f"{key}: got {len(c[key])} entries for num_hidden_layers = {count}")
+    if any(own % c["num_key_value_heads"] for own in heads or ()):
+        raise ValueError(f"num_attention_heads_per_layer: got {heads}, takes multiples of num_key_value_heads = "
+                         f"{c['num_key_value_heads']}")
     given = c.get("rope_parameters") or {}
     if not set(given) <= set(ROPES):
         raise ValueError(f"rope_parameters: got {sorted(set(given) - set(ROPES))}, takes one object for each of "

@@ -29,6 +29,7 @@ from decodax.models import (
     Mamba2Config,
     MambaConfig,
     NormConfig,
+    OutputGate,
     Rope,
     Rwkv7,
     Rwkv7Config,
@@ -77,6 +78,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "experts beside an MLP": lambda: Transformer(dataclasses.replace(BASE, layers=(BASE.layers[0], dataclasses.replace(
         BASE.layers[1], experts=Experts(6, 2, 12, shared=20, logit_scale=0.25, expert_scale=True, branch_norms=True)))),
     ),
+    "heads and norms of each place": lambda: Transformer(dataclasses.replace(
+        BASE, block="sandwich", embed_norm=True, embed_norm_kind=NormConfig(scaled=False), out_norm_kind=NormConfig(
+            eps=0.3), last_norm_kind=NormConfig(eps=0.1, unit_offset=True), layers=(
+            dataclasses.replace(BASE.layers[0], heads=6, sliding=5, output_gate=OutputGate("heads", "softplus")),
+            dataclasses.replace(BASE.layers[1], heads=2, output_gate=OutputGate("channels", "softplus", True), sinks=True),
+            dataclasses.replace(BASE.layers[2], heads=8, reads=1)))),
     "dual chunks": lambda: Transformer(dual_chunk(BASE, 12, 4)),
     "elu": lambda: Transformer(linear(BASE)), "elu beside softmax": lambda: Transformer(linear(BASE, layers=(0, 2))),
     "linearized": lambda: Transformer(linearized(BASE, group=8, kernel=9)),
@@ -92,7 +99,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
         Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
     "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
-        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate=OutputGate("channels")),
+        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)),
+        dataclasses.replace(BASE.layers[1], output_gate=OutputGate("channels")),
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
     "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),

@@ -60,9 +60,10 @@ LAGUNA = {**SMALL_WINDOW, "head_dim": 16, "num_experts": 4, "num_experts_per_tok
           "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7}
 MUSE = {**SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 3, "rms_norm_eps": 0.05, "post_norm_eps": 0.3,
         "qk_scale_factor": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}
-MUSE_EYE = {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-                              "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
-            "out_hidden_size": 64, "projector_hidden_size": 16}
+MUSE_EYE: dict[str, Any] = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+    "out_hidden_size": 64, "projector_hidden_size": 16}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
