@@ -94,7 +94,8 @@ _KEYS: dict[Kind, str] = {
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
               "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
               "block_ffn_dim_multiplier moe_routed_scaling_factor qk_scale_factor output_multiplier",
-    NOT_NEGATIVE: "router_jitter_noise moe_router_logit_softcapping post_norm_eps norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon "
+                  "post_norm_eps moe_router_logit_softcapping",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "

@@ -26,7 +26,7 @@ def _latent(c: DecoderConfig, i: int) -> KVLayer:
 def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
     layer = c.layers[i]
     wide = None if c.values_of_key == 1 and c.value_dim is None else c.value_width(layer) * c.values_of_key
-    return KVLayer(c.groups(layer), c.key_width(layer), value_width(c, i, wide), queries=c.query_heads(layer), rope=layer.rope,
-                   context=context, sliding=layer.sliding, softcap=c.attention_softcap,
+    return KVLayer(c.groups(layer), c.key_width(layer), value_width(c, i, wide), queries=c.query_heads(layer),
+                   rope=layer.rope, context=context, sliding=layer.sliding, softcap=c.attention_softcap,
                    bias=layer.bias is not None or (layer.rope is not None and layer.rope.chunks is not None),
                    sinks=layer.sinks)

@@ -82,7 +82,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         BASE, block="sandwich", embed_norm=True, embed_norm_kind=NormConfig(scaled=False), out_norm_kind=NormConfig(
             eps=0.3), last_norm_kind=NormConfig(eps=0.1, unit_offset=True), layers=(
             dataclasses.replace(BASE.layers[0], heads=6, sliding=5, output_gate=OutputGate("heads", "softplus")),
-            dataclasses.replace(BASE.layers[1], heads=2, output_gate=OutputGate("channels", "softplus", True), sinks=True),
+            dataclasses.replace(BASE.layers[1], heads=2, sinks=True, output_gate=OutputGate("channels", bias=True)),
             dataclasses.replace(BASE.layers[2], heads=8, reads=1)))),
     "dual chunks": lambda: Transformer(dual_chunk(BASE, 12, 4)),
     "elu": lambda: Transformer(linear(BASE)), "elu beside softmax": lambda: Transformer(linear(BASE, layers=(0, 2))),

@@ -14,7 +14,8 @@ from decodax.models.feed_forward import Mixture
 ROUTERS = [Experts(6, 2, 5), Experts(6, 2, 5, False, score="sigmoid", scale=2.5),
            Experts(6, 3, 5, score="sigmoid", correction=True, groups=3, kept_groups=2),
            Experts(6, 2, 5, score="softmax", groups=2, kept_groups=1, group_score="max", normalise=False),
-           Experts(6, 2, 5, score="sqrtsoftplus", correction=True, softcap=0.7), Experts(6, 2, 5, score="logits", bias=True),
+           Experts(6, 2, 5, score="sqrtsoftplus", correction=True, softcap=0.7),
+           Experts(6, 2, 5, score="logits", bias=True),
            Experts(6, 2, 5, False, score="sigmoid", where="input", bias=True, shared=4, shared_gate=True)]
 
 

@@ -229,9 +229,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Llama 4 (Meta, 2025), Qwen3 (Yang et al., 2025), Qwen3-Next
 and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025)
 and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
-Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2, Hy3, ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer, Mistral Small 3.2 and Ministral
-3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie
-et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2, Hy3, ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer,
+Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA
+(Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
 
 SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "llama-3-8b": ("v5e:2x4", (2, 4)), "llama-3-70b": ("v6e:2x4", (1, 8)), "qwen3-8b": ("v5e:2x4", (2, 4)),
