@@ -36,6 +36,8 @@ def _laguna(c: Json) -> DecoderConfig:
     if not set(given) <= set(ROPES):
         raise ValueError(f"rope_parameters: got {sorted(set(given) - set(ROPES))}, takes one object for each of "
                          f"{' and '.join(ROPES)}")
+    if c.get("sliding_window", 512) is None:
+        raise ValueError("sliding_window: got None, takes a whole number")
     shape = read_shape(c, qkv_bias=bias, out_bias=bias, qk_norm="head")
     far, near = ({"rope_parameters": {**ROPES, **given}[kind]} for kind in ROPES)
     layers = read_layers({"layer_types": c.get("layer_types"), "num_hidden_layers": count, **far}, shape,

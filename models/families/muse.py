@@ -14,6 +14,8 @@ from decodax.models.reading import Json, read_activation, read_layers, read_shap
 def _muse_glimmer(c: Json) -> DecoderConfig:
     c = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, **c}
     count, eps, bias = c["num_hidden_layers"], c["rms_norm_eps"], c.get("attention_bias", False)
+    if c.get("sliding_window", 2048) is None:
+        raise ValueError("sliding_window: got None, takes a whole number")
     plain = NormConfig(eps=eps, scaled=False)
     shape = read_shape(
         c, norm=NormConfig(eps=eps, unit_offset=True), block="sandwich",

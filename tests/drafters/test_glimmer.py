@@ -22,6 +22,8 @@ from decodax.sampling import build as policy
 from tests.drafters.drafting import drafted_logits
 from tests.models import tiny
 
+pytestmark = pytest.mark.wide
+
 V, BLOCK, WINDOW = 96, 4, 6
 ASSISTANT = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 0.05, "max_position_embeddings": 64,
@@ -84,7 +86,6 @@ def test_drafts_are_those_of_transformers(case):
         np.testing.assert_allclose(found[row], case.drafts(ids), atol=1e-4)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_the_output_is_plain_decodings(case, shape):
     """Greedy and sampled rows in one ragged batch."""

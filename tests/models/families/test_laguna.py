@@ -4,12 +4,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from decodax.io.checkpoint import load_model
 from tests.models.tiny import saved
 
 
+@pytest.mark.wide
 def test_the_names_of_a_release_and_those_inside_the_model(tmp_path: Path) -> None:
     saved("laguna", tmp_path)
     file, (_, released) = tmp_path / "model.safetensors", load_model(tmp_path)

@@ -46,6 +46,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LAGUNA, {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input: got True"),
     (LAGUNA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
      r"rope_parameters: got \['rope_theta', 'rope_type'\], takes one object for each of full_attention and sliding"),
+    (LAGUNA, {"sliding_window": None}, "sliding_window: got None, takes a whole number"),
+    (MUSE, {"sliding_window": None}, "sliding_window: got None, takes a whole number"),
     (MUSE, {"layer_rope_theta": [0]}, "layer_rope_theta: got 1 entries for num_hidden_layers = 2"),
     (MUSE, {"layer_rope_theta": [5e5, 0]}, r"layer_rope_theta: got \[500000.0\] with rope_theta = 10000.0, takes 0 or"),
     (GLM5, {"index_topk_pattern": "FX"}, "index_topk_pattern: got 'FX', takes a text of F and S"),
