@@ -62,7 +62,8 @@ class DecoderConfig:
         twin_norms: the two branches of a "parallel" block have a norm each (GPT-NeoX, Falcon 40B).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
-        qk_norm_kind: options of that norm; None: those of `norm`.
+        qk_norm_kind, embed_norm_kind, out_norm_kind, last_norm_kind: options of that norm, of the norm of embeddings,
+            of those after attention and MLP, and of the one after the last layer; None: those of `norm`.
         qk_norm_after: True applies that norm after rotation.
         value_norm: norm of each head's values, with one scale for all heads if it has one; None: none.
         activation: activation function of the MLP.
@@ -132,6 +133,9 @@ class DecoderConfig:
     gate_scale: float = 1.0
     mlp_scale: float = 1.0
     rope_factors: int = 0
+    embed_norm_kind: NormConfig | None = None
+    out_norm_kind: NormConfig | None = None
+    last_norm_kind: NormConfig | None = None
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context")
@@ -143,10 +147,11 @@ class DecoderConfig:
                                              or self.heads % self.value_heads):
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
                              f"that divides heads = {self.heads}")
-        if (self.value_dim is not None or any(layer.kv_heads or layer.head_dim for layer in self.layers)) and (
+        if (self.value_dim is not None or any(
+                layer.heads or layer.kv_heads or layer.head_dim for layer in self.layers)) and (
                 self.echoed or self.stateful or self.value_heads is not None or self.qk_norm in ("full", "per_head")):
-            raise ValueError("value_dim, kv_heads or head_dim of a layer: take layers with attention weights of their "
-                             "own, no value_heads, and norms of queries and keys of single heads")
+            raise ValueError("value_dim, heads, kv_heads or head_dim of a layer: take layers with attention weights of "
+                             "their own, no value_heads, and norms of queries and keys of single heads")
         if any(layer.keys_as_values for layer in self.layers) and (
                 self.echoed or self.stateful or self.value_heads is not None or self.value_dim is not None):
             raise ValueError("keys_as_values: takes layers with attention weights of their own, no value_heads and no "
@@ -189,12 +194,12 @@ class DecoderConfig:
         if _chosen_before(self.layers[0]):
             raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
-            for name in ("head_dim", "mlp"):
-                if (getattr(layer, name) or 1) < 1:
+            for name in ("heads", "kv_heads", "head_dim", "mlp"):
+                if getattr(layer, name) is not None and getattr(layer, name) < 1:
                     raise ValueError(f"{name}: got {getattr(layer, name)} for layer {i}, takes 1 or more, or None")
-            if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
-                raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
-                                 f"{self.heads}")
+            if self.query_heads(layer) % self.groups(layer):
+                raise ValueError(f"kv_heads: got {self.groups(layer)} for layer {i}, takes a divisor of heads = "
+                                 f"{self.query_heads(layer)}")
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope
@@ -240,6 +245,10 @@ class DecoderConfig:
     def kv_shape(self, layer: Layer) -> tuple[int, int]:
         """Returns the number of key/value heads of a layer, and the number of channels of each head's keys."""
         return self.groups(layer), self.key_width(layer)
+
+    def query_heads(self, layer: Layer) -> int:
+        """Returns the number of query heads of a layer."""
+        return self.heads if layer.heads is None else layer.heads
 
     def groups(self, layer: Layer) -> int:
         """Returns the number of key/value heads of a layer."""

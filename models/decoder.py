@@ -39,9 +39,9 @@ class Decoder(nnx.Module):
         self.embed = weight(rngs, (c.vocab, c.width), ("vocab", "embed"))
         rows = c.learned_positions + c.position_offset
         self.positions = weight(rngs, (rows, c.width), (None, "embed")) if c.learned_positions else None
-        self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
+        self.embed_norm = Norm(c.embed_norm_kind or c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
-        self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.norm = Norm(c.last_norm_kind or c.norm, (c.width,), ("embed",))
         self.rope_factors = nnx.Param(jnp.zeros(c.rope_factors), axes=(None,)) if c.rope_factors else None
         self.conditioning = SelfConditioning(c, rngs) if c.conditioned else None
         self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None

@@ -80,6 +80,7 @@ _KEYS: dict[Kind, str] = {
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
           "linear_allow_neg_eigval moe_router_enable_expert_bias norm_head norm_softmax use_rmsnorm "
           "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
+          "moe_apply_router_weight_on_input swa_attention_sink_enabled moe_router_use_sigmoid "
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
@@ -93,8 +94,9 @@ _KEYS: dict[Kind, str] = {
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
               "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
-              "block_ffn_dim_multiplier",
-    NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
+              "block_ffn_dim_multiplier moe_routed_scaling_factor qk_scale_factor output_multiplier",
+    NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon "
+                  "post_norm_eps moe_router_logit_softcapping",
     _number("a number below 0", lambda x: x < 0): "kda_lower_bound",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
@@ -134,10 +136,12 @@ _KEYS: dict[Kind, str] = {
     _one_or_list(HEADS): "moe_topk",
     _one_or_list(INDEX): "num_shared_expert",
     _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
+    _list(HEADS, "whole numbers from 1 to 65,536"): "num_attention_heads_per_layer",
+    Kind("true, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")): "gating",
     _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers "
                                          "kv_source_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
-    _list(TEXT, "names"): "layers_block_type",
+    _list(TEXT, "names"): "layers_block_type gating_types",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
         "mamba_d_head mamba_dt_rank",
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",

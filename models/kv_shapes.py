@@ -28,7 +28,7 @@ def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
     wide = None if c.values_of_key == 1 and c.value_dim is None and not chooses else (
         c.value_width(layer) * c.values_of_key)
     more = 0 if layer.index is None else layer.index.width
-    return KVLayer(c.groups(layer), c.key_width(layer) + more, value_width(c, i, wide), queries=c.heads,
+    return KVLayer(c.groups(layer), c.key_width(layer) + more, value_width(c, i, wide), queries=c.query_heads(layer),
                    rope=layer.rope, context=context, sliding=layer.sliding, softcap=c.attention_softcap,
                    bias=layer.bias is not None or chooses or (
                        layer.rope is not None and layer.rope.chunks is not None),

@@ -17,7 +17,7 @@ from decodax.models.blocks.names import NAMES as BLOCKS
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
-from decodax.models.recurrent.names import NAMES, SHARED_HALVES
+from decodax.models.recurrent.names import NAMES, SHARED_HALVES, STACKED
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights
@@ -139,6 +139,11 @@ FAMILY_NAMES = {
     "hy_v3": Names({**LLAMA, "mlp.router": "mlp.router.gate", **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj"
                                                                 for part in ("gate", "up", "down")}},
                    correction="mlp.expert_bias"),
+    "laguna": Names({**LLAMA, "attn.gate": "self_attn.g_proj", **{
+        f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}, stacked=STACKED,
+        correction="mlp.experts.e_score_correction_bias",
+        variants=(("mlp.gate.e_score_correction_bias", {"correction": "mlp.gate.e_score_correction_bias"}),)),
+    "muse_glimmer_text": Names({**SANDWICH, "attn.gate": "self_attn.gate_proj"}),
     "mimo_v2_flash": Names(LLAMA, extra={"attn.sinks": "self_attn.attention_sink_bias"}),
     "ernie4_5_moe": Names(LLAMA, correction="mlp.moe_statics.e_score_correction_bias"),
     "gpt_neox": Names({**NEOX, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense"},
@@ -179,7 +184,8 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
-                    r"|patch_merge_mlp|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|patch_merge_mlp|embed_vision|vision_embedder|vision_adapter|vision_projection|audio_tower"
+                    r"|embed_audio|embed_tokens_extend)\."
                     r"|^(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of

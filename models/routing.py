@@ -10,7 +10,7 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Mixtral, Qwen 3 MoE, Granite MoE | softmax | no | no | divided by their sum |
 | Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
 | ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
-| MiniMax M2 and M3, Hy3, LFM2 | sigmoid | yes | no | divided by their sum, scaled |
+| MiniMax M2 and M3, Hy3, LFM2, Laguna | sigmoid | yes | no | divided by their sum, scaled |
 | GLM-4.5, DeepSeek V3 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
@@ -74,6 +74,7 @@ class Experts:
         bias: True adds biases to the router and to the experts' projections.
         glu: the gated activation of the experts; None: the model's activation of the gate, times the other projection.
         logit_scale: factor of the router's logits.
+        softcap: bound of the router's logits `x`, which become `softcap * tanh(x / softcap)`; 0: no bound.
         expert_scale: True multiplies the weight of an expert, after `normalise`, by a learned number of that expert.
         branch_norms: True: the router, the chosen experts and the shared MLP each read the residual stream through a
             norm of their own, in place of one norm for all, and the experts' sum and the shared MLP's output each pass
@@ -103,6 +104,7 @@ class Experts:
     latent: int = 0
     jitter: float = 0.01
     logit_scale: float = 1.0
+    softcap: float = 0.0
     expert_scale: bool = False
     branch_norms: bool = False
 
@@ -141,6 +143,8 @@ def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[A
     ([[1, 2]], [0.667, 0.333])
     """
     logits = logits.astype(jnp.float32)
+    if e.softcap:
+        logits = e.softcap * jnp.tanh(logits / e.softcap)
     if e.score == "sparsemixer":
         return _sparsemixer(logits, e)
     scores = _scores(logits, e.score)

@@ -216,10 +216,11 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart):
         if (more := self.config.values_of_key > 1) or self.config.echoed:
             why = "value_heads: got more than kv_heads" if more else "layers: some repeat the attention of others"
             raise ValueError(f"{why}, so several matrices project the values of a head")
-        kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
+        c, index = self.config, self.config.attending[layer]
+        kernel = params["layers"][str(index)]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache uses one rule for all rows
-        return whole(kernel, jnp.float32).reshape(self.config.heads, -1, self.config.width)
+        return whole(kernel, jnp.float32).reshape(c.query_heads(c.layers[index]), -1, c.width)
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params, self.dtype)

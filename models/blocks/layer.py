@@ -31,17 +31,18 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
-        norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
+        norm = lambda present, kind=c.norm: Norm(kind, (c.width,), ("embed",)) if present else None
+        after = c.out_norm_kind or c.norm
         block, attends, feeds = layer.block or c.block, layer.half != "mlp", layer.half != "attention"
         self.attn_in = norm(block != "post" and attends)
         self.attn = self._mixer(layer, rngs) if attends else None
         self.beside = recurrent_block(c, layer.recurrent, rngs) if layer.beside and layer.recurrent else None
-        self.attn_out = norm(block in ("post", "sandwich") and attends)
+        self.attn_out = norm(block in ("post", "sandwich") and attends, after)
         apart = layer.experts is not None and layer.experts.branch_norms
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)
         self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
             MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
-        self.mlp_out = norm(block in ("post", "sandwich") and feeds)
+        self.mlp_out = norm(block in ("post", "sandwich") and feeds, after)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = LayerFactor(c.conditioned) if c.layer_scale else None
         self.streams = StreamMixer(c, rngs) if c.streams is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -60,6 +61,27 @@ class BlockIndex:
 
 
 @dataclasses.dataclass(frozen=True)
+class OutputGate:
+    """A factor of the attention's output, computed from the layer's input by a projection and an activation.
+
+    Attributes:
+        each: "channels": a number for each channel of each head; "heads": one for all channels of a head.
+        activation: "sigmoid" (Qwen3-Next, LFM3) or "softplus" (Laguna).
+        bias: True adds a bias to the projection.
+    """
+
+    each: Literal["channels", "heads"]
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    bias: bool = False
+
+    def __call__(self, projected: Array) -> Array:
+        """Returns the factors of projected inputs, in their dtype. A softplus is computed in float32."""
+        if self.activation == "sigmoid":
+            return jax.nn.sigmoid(projected)
+        return jax.nn.softplus(projected.astype(jnp.float32)).astype(projected.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """One layer: its attention, and its mixture of experts if it has one.
 
@@ -79,7 +101,8 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts` and
             `block`. None: attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
-        kv_heads, head_dim: number of key/value heads of this layer, and of channels of a head; None: as in the decoder.
+        heads, kv_heads, head_dim: number of query heads of this layer, of its key/value heads, and of channels of a
+            head; None: as in the decoder.
         keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
         mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
         sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
@@ -88,8 +111,7 @@ class Layer:
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
             the rotated part of a head, or `Latent.plain`. With an indexer it takes neither, too, and the layer may read
             the latents of an earlier one (`reads`). None: keys and values for each head.
-        output_gate: multiplies the attention's output by the sigmoid of a projection of the layer's input, with one
-            number for each of its "channels", or for each of its "heads" and without a bias; None: no gate.
+        output_gate: multiplies the attention's output by a function of the layer's input; None: no gate.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
             cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
@@ -109,13 +131,14 @@ class Layer:
     qk_norm: bool = True
     recurrent: RecurrentBlocks | None = None
     sinks: bool = False
+    heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     keys_as_values: bool = False
     mlp: int | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
-    output_gate: Literal["channels", "heads"] | None = None
+    output_gate: OutputGate | None = None
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False
@@ -127,7 +150,7 @@ class Layer:
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
                                     output_gate=None, reads=None if chosen else self.reads) != Layer()) or (
-                self.output_gate == "channels")):
+                self.output_gate is not None and self.output_gate.each != "heads")):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
                              "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
                              "and with an indexer reads and no such width")

@@ -12,6 +12,7 @@ from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.reading import (
     Json,
     read_experts,
+    read_kinds,
     read_rope,
     read_shape,
     refuse_others,
@@ -222,11 +223,8 @@ def _scale(rope: Json, width: int) -> float | None:
 
 def _sparse(c: Json) -> Callable[[int], bool]:
     """Returns which layers are mixtures, by index."""
-    first, kinds = c.get("first_k_dense_replace", 0), c.get("mlp_layer_types")
-    if kinds is None:
-        return lambda i: i >= first
-    if len(kinds) < c["num_hidden_layers"]:
-        raise ValueError(f"mlp_layer_types: got {len(kinds)} entries for num_hidden_layers = {c['num_hidden_layers']}")
+    first = c.get("first_k_dense_replace", 0)
+    kinds = read_kinds(c, "mlp_layer_types", None, ("dense", "sparse"), lambda i: i >= first)
     return lambda i: kinds[i] == "sparse"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families.deepseek import latent_decoder
 from decodax.models.families.qwen import sparse_layers
@@ -15,6 +15,7 @@ from decodax.models.reading import (
     Json,
     read_activation,
     read_experts,
+    read_kinds,
     read_rope,
     read_shape,
     refuse_others,
@@ -31,7 +32,8 @@ def _qwen(c: Json) -> DecoderConfig:
     shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True), qk_norm="head",
                        qkv_bias=c.get("attention_bias", False), out_bias=c.get("attention_bias", False),
                        head_dim=c.get("head_dim", 256))
-    delta, attention = Layer(recurrent=_delta(c)), Layer(rope=read_rope(c, shape), output_gate="channels")
+    delta, attention = Layer(recurrent=_delta(c)), Layer(
+        rope=read_rope(c, shape), output_gate=OutputGate("channels", bias=shape["qkv_bias"]))
     period = c.get("full_attention_interval", 4)
     kinds = _kinds(c, lambda i: (i + 1) % period == 0)
     return DecoderConfig(layers=tuple(attention if full else delta for full in kinds), **shape)
@@ -114,22 +116,21 @@ def _bailing_hybrid(c: Json) -> DecoderConfig:
         own, own, width, width, conv, eps=c["rms_norm_eps"], by_channel=True,
         floor=float(c.get("kda_lower_bound", -5.0)) if c.get("kda_safe_gate", True) else 0.0))
     found = latent_decoder({"rope_theta": 6e6, **c}, interleaved=True)
-    attention = dataclasses.replace(found.layers[0], output_gate="heads")
+    attention = dataclasses.replace(found.layers[0], output_gate=OutputGate("heads"))
     kinds = _kinds(c, lambda i: (i + 1) % period == 0)
     return dataclasses.replace(found, layers=_with_experts(c, [attention if full else delta for full in kinds]))
 
 
 def _with_experts(c: Json, layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Returns the layers with the mixtures of Kimi Linear and Ling, in those that a `config.json` names."""
-    mixtures, first = c.get("mlp_layer_types"), c.get("first_k_dense_replace", 1)
-    if mixtures is not None and len(mixtures) < len(layers):
-        raise ValueError(f"mlp_layer_types: got {len(mixtures)} entries for num_hidden_layers = {len(layers)}")
+    first = c.get("first_k_dense_replace", 1)
+    kinds = read_kinds(c, "mlp_layer_types", None, ("dense", "sparse"), lambda i: i >= first)
     experts = read_experts(
         c["num_experts"], c["num_experts_per_token"], c["moe_intermediate_size"], c.get("moe_renormalize", True),
         "num_experts_per_token", score="sigmoid", correction=True, groups=c.get("num_expert_group", 1),
         kept_groups=c.get("topk_group", 1), scale=float(c["routed_scaling_factor"]),
         shared=c["moe_intermediate_size"] * c.get("num_shared_experts", 1))
-    return with_experts(tuple(layers), experts, lambda i: i >= first if mixtures is None else mixtures[i] == "sparse")
+    return with_experts(tuple(layers), experts, lambda i: kinds[i] == "sparse")
 
 
 def _delta(c: Json) -> GatedDelta:

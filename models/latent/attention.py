@@ -27,7 +27,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -63,7 +62,8 @@ class LatentAttention(nnx.Module):
         up = lambda width: Linear(rngs, (latent.rank, c.heads * width), (None, "heads"), False)
         self.k_b, self.v_b = up(c.head_dim - turned), up(latent.value_width)
         self.indexer = None if latent.indexer is None or latent.indexer.shared else IndexerPart(c, layer, rngs)
-        self.gate = Linear(rngs, (c.width, c.heads), ("embed", "heads"), False) if layer.output_gate else None
+        self.gate = None if layer.output_gate is None else Linear(rngs, (c.width, c.heads), ("embed", "heads"),
+                                                                  layer.output_gate.bias)
         self.o = Linear(rngs, (c.heads * latent.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
 
@@ -85,8 +85,8 @@ class LatentAttention(nnx.Module):
 
     def _projected(self, x: Array, out: Array) -> Array:
         """Projects the heads' output `f[B, W, H, value_width]` to the residual stream. `x`: the layer's input."""
-        if self.gate is not None:
-            out = out * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
+        if self.gate is not None and self.layer.output_gate is not None:
+            out = out * self.layer.output_gate(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
         return self.o(out.reshape(*x.shape[:2], -1))
 
     def _chosen(self, index: int, x: Array, narrow: Array, tables: dict[Any, Any]) -> tuple[Array, TopKeys]:

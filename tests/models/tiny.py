@@ -72,6 +72,14 @@ FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_
              "embedding_multiplier": 3.0, "mlp_multipliers": [0.9, 0.6], "attention_out_multiplier": 0.8,
              "attention_in_multiplier": 1.2, "ssm_multipliers": [0.4, 0.6, 0.7, 0.5, 0.9], "ssm_in_multiplier": 1.3,
              "ssm_out_multiplier": 0.7}
+LAGUNA = {**SMALL_WINDOW, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+          "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7}
+MUSE = {**SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 3, "rms_norm_eps": 0.05, "post_norm_eps": 0.3,
+        "qk_scale_factor": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}
+MUSE_EYE: dict[str, Any] = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+    "out_hidden_size": 64, "projector_hidden_size": 16}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -199,6 +207,16 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "granite-swa": ("granite_swa", {**SMALL_WINDOW, **GRANITE_SWA, "mlp_bias": True, "attention_bias": True}, None),
     "granite-moe-swa": ("granitemoe_swa", {**SMALL_WINDOW, **GRANITE_SWA, "num_local_experts": 4,
                                            "shared_intermediate_size": 20}, None),
+    "laguna": ("laguna", {
+        **LAGUNA, "num_hidden_layers": 3, "num_attention_heads_per_layer": [4, 6, 8], "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention"], "moe_router_logit_softcapping": 1.5,
+        "rope_parameters": {"full_attention": {**YARN["rope_parameters"], "partial_rotary_factor": 0.5},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, None),
+    "laguna-channels": ("laguna", {**LAGUNA, "gating": "per-element", "attention_bias": True,
+                                   "mlp_layer_types": ["sparse", "dense"], "tie_word_embeddings": True}, None),
+    "muse-glimmer": ("muse_glimmer_text", {**MUSE, "attention_bias": True}, None),
+    "muse-glimmer-ropes": ("muse_glimmer_text", {**MUSE, "num_hidden_layers": 2, "layer_rope_theta": [0, 1e4],
+                                                 "layer_types": ["sliding_attention", "full_attention"]}, None),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
@@ -297,9 +315,9 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "minimax-m3-local", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
-         "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
-         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense", "mistral-large4-plain",
-         "ling3-plain"}
+         "laguna-channels", "lfm2-bias", "lfm2-moe", "lfm3-plain", "muse-glimmer-ropes", "nemotron-h-dense",
+         "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first",
+         "jamba-dense", "mistral-large4-plain", "ling3-plain"}
 """Cases that differ little from another one."""
 
 
@@ -309,7 +327,10 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     import transformers
 
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
+    entries = {**COMMON, **options, **more}
+    if kind == "muse_glimmer_text":     # transformers 5.24 has it inside a model that sees images alone
+        kind, entries = "muse_glimmer", {"text_config": entries, **MUSE_EYE}
+    config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
     attention = "sdpa" if options.get("alibi") else "eager"
@@ -322,7 +343,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
         whole = transformers.MistralLarge4Config(text_config=config, vision_config=sight)
         model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation=attention).eval()
     else:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        auto = transformers.AutoModelForImageTextToText if kind == "muse_glimmer" else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():
             # wide enough that a wrong norm, scale or window shows in the logits

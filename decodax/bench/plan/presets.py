@@ -149,6 +149,17 @@ PRESETS: dict[str, dict[str, Any]] = {
                       "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "n_routed_experts": 256,
                       "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "hidden_act": "silu",
                       "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144, "tie_word_embeddings": False},
+    "laguna-xs-2": {"model_type": "laguna", "vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192,
+                    "num_hidden_layers": 40, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+                    "num_attention_heads_per_layer": [64 if i % 4 else 48 for i in range(40)], "sliding_window": 512,
+                    "layer_types": ["sliding_attention" if i % 4 else "full_attention" for i in range(40)],
+                    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                    "shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
+                    "max_position_embeddings": 131_072, "tie_word_embeddings": False},
+    "muse-glimmer-30b": {"model_type": "muse_glimmer_text", "vocab_size": 202_048, "hidden_size": 6656,
+                         "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32,
+                         "num_key_value_heads": 2, "head_dim": 128, "sliding_window": 2048,
+                         "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "tie_word_embeddings": False},
     "llama-4-scout": {"model_type": "llama4_text", "vocab_size": 202_048, "hidden_size": 5120,
                       "intermediate_size": 8192, "intermediate_size_mlp": 16_384, "num_hidden_layers": 48,
                       "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
@@ -242,9 +253,9 @@ and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by t
 and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
 Team, 2025), Mistral Large 4 (Mistral AI, 2026) and Ling 3.0 Flash (inclusionAI, 2026), both as configured by
 transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2 and M3, Hy3,
-ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS,
-GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4
-bits: `weights="mxfp4"`."""
+ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024),
+SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of
+GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
 
 SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "llama-3-8b": ("v5e:2x4", (2, 4)), "llama-3-70b": ("v6e:2x4", (1, 8)), "qwen3-8b": ("v5e:2x4", (2, 4)),
@@ -257,6 +268,7 @@ SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "glm-4.7-flash": ("v6e:2x4", (2, 4)), "glm-4.5-air": ("v5p:2x2x2", (1, 8)), "glm-4.6": ("v5p:2x4x4", (4, 8)),
     "minimax-m2": ("v5p:2x2x2", (1, 8)), "minimax-m3": ("v5p:2x4x4", (2, 4, 4)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
     "ernie-4.5-21b-a3b": ("v5e:2x4", (2, 4)), "mimo-v2-flash": ("v5p:2x2x2", (1, 8)),
+    "laguna-xs-2": ("v6e:2x4", (2, 4)), "muse-glimmer-30b": ("v6e:2x4", (4, 2)),
     "llama-4-scout": ("v5p:2x2x2", (1, 8)), "mistral-small-3.2-24b": ("v5e:2x4", (1, 8)),
     "ministral-3-14b": ("v5e:2x4", (1, 8)), "phi-4": ("v6e:2x4", (4, 2)), "smollm2-135m": ("v5e:2x2", (4, 1)),
     "smollm3-3b": ("v5e:2x4", (2, 4)), "seed-oss-36b": ("v5e:2x4", (1, 8)), "lfm2-1.2b": ("v5e:2x4", (1, 8)),
