@@ -13,6 +13,7 @@ from decodax.core.types import LayeredModel
 from decodax.models.blocks.options import Layer
 from decodax.models.residual.options import LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
+from decodax.models.routing import ClippedSwiGLU
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 """Activation of the MLP: `x sigmoid(x)`, the Gaussian error linear unit, its tanh approximation, `x sigmoid(1.702 x)`,
@@ -65,6 +66,8 @@ class DecoderConfig:
         qk_norm_after: True applies that norm after rotation.
         value_norm: norm of each head's values, with one scale for all heads if it has one; None: none.
         activation: activation function of the MLP.
+        glu: the gated activation of MLPs and shared experts, with both projections of a gated MLP; None: that of
+            `activation`.
         gated: True: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias: True adds biases to these projections.
         qkv_clip: queries, keys and values are clipped to this absolute value after their projection; None: not.
@@ -103,6 +106,7 @@ class DecoderConfig:
     qk_norm_after: bool = False
     value_norm: NormConfig | None = None
     activation: Activation = "silu"
+    glu: ClippedSwiGLU | None = None
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
@@ -174,6 +178,14 @@ class DecoderConfig:
                             or self.value_heads is not None):
             raise ValueError("latent: takes all layers with attention, and no soft cap, qk_norm, value_norm or "
                              "value_heads")
+        if self.glu is not None and not self.gated:
+            raise ValueError("glu: got a gated activation, takes a gated MLP for it")
+        for index in {layer.index for layer in self.layers if layer.index is not None}:
+            if self.heads % index.heads or (index.heads % self.kv_heads and self.kv_heads % index.heads):
+                raise ValueError(f"index heads: got {index.heads}, takes a divisor of heads = {self.heads} that is a "
+                                 f"multiple or a divisor of kv_heads = {self.kv_heads}")
+            if self.value_heads is not None or self.attention_softcap is not None:
+                raise ValueError("index: takes no value_heads and no soft cap of the scores")
         if _chosen_before(self.layers[0]):
             raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
@@ -246,7 +258,8 @@ class DecoderConfig:
     @property
     def indexed(self) -> bool:
         """True if queries attend to some tokens only, which an indexer chooses."""
-        return any(layer.latent is not None and layer.latent.indexer is not None for layer in self.layers)
+        return any(layer.index is not None or (layer.latent is not None and layer.latent.indexer is not None)
+                   for layer in self.layers)
 
     @property
     def own(self) -> tuple[int, ...]:

@@ -63,7 +63,8 @@ class MLP(nnx.Module):
         if self.sparsity:
             at = statistics.NormalDist().inv_cdf(self.sparsity)
             gate = jax.nn.relu(gate - gate.mean(-1, keepdims=True) - at * gate.std(-1, keepdims=True))
-        return self._scaled(self.down(act(gate) * self.up(x)), self.c.mlp_scale)
+        both = act(gate) * self.up(x) if self.c.glu is None else self.c.glu(gate, self.up(x))
+        return self._scaled(self.down(both), self.c.mlp_scale)
 
     def _scaled(self, y: Array, factor: float) -> Array:
         return y if factor == 1.0 else y * factor

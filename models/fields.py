@@ -60,7 +60,7 @@ INDEX = _whole(0, (1 << 31) - 1)
 IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
 LAYERS_BY_NAME = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
-                  "conv", "attention", "mamba")
+                  "conv", "attention", "mamba", "minimax_m3_sparse")
 LAYER_TYPES = Kind(f"a list of {', '.join(map(repr, LAYERS_BY_NAME))}",
                    lambda x: isinstance(x, list) and all(y in LAYERS_BY_NAME for y in x))
 PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
@@ -83,9 +83,9 @@ _KEYS: dict[Kind, str] = {
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
-          "kda_safe_gate moe_renormalize",
+          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
-            "dual_chunk_attention_config per_layer_config linear_attn_config",
+            "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
             "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier",
@@ -109,7 +109,7 @@ _KEYS: dict[Kind, str] = {
            "decoder_attention_heads num_mel_bins top_k_experts num_global_key_value_heads global_head_dim "
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
-           "num_experts_per_token num_expert_group short_conv_kernel_size",
+           "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
            "mamba_d_ssm moe_latent_size",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
@@ -121,15 +121,16 @@ _KEYS: dict[Kind, str] = {
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
                "attention_chunk_size max_source_positions max_target_positions block_multiple_of "
-               "mamba_chunk_size",
+               "mamba_chunk_size index_block_size index_topk_blocks sparse_block_size sparse_topk_blocks",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
            "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
            "moe_layer_num_skipped index_topk_freq index_skip_topk_offset "
-           "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx",
+           "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx index_local_blocks sparse_local_block "
+           "sparse_init_block",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
-    _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
+    _list(_whole(0, 1), "0 and 1"): "no_rope_layers sparse_attention_freq sparse_disable_index_value",
     _one_or_list(HEADS): "moe_topk",
     _one_or_list(INDEX): "num_shared_expert",
     _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
@@ -151,14 +152,15 @@ _KEYS: dict[Kind, str] = {
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
 
-OWN = {("gemma3n_text", "intermediate_size"): _one_or_list(ENTRIES),
+OWN = {("minimax_m3_vl_text", "moe_layer_freq"): _list(_whole(0, 1), "0 and 1"),
+       ("gemma3n_text", "intermediate_size"): _one_or_list(ENTRIES),
        ("hunyuan_v1_moe", "moe_intermediate_size"): _one_or_list(ENTRIES),
        **{("hunyuan_v1_moe", key): Kind("false", lambda x: x is False)
           for key in ("n_group", "topk_group", "routed_scaling_factor")}}
 """Kind of entries that differ in a family, by `model_type` and key."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
-          "dual_chunk_attention_config", "linear_attn_config")
+          "dual_chunk_attention_config", "linear_attn_config", "sparse_attention_config")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:

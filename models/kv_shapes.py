@@ -20,13 +20,16 @@ def _latent(c: DecoderConfig, i: int) -> KVLayer:
     latent, rope = c.layers[i].latent, c.layers[i].rope
     assert latent is not None
     more = 0 if latent.indexer is None else latent.indexer.width * len(c.index_keys(i))
-    return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0)
+    return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0, chooses=more > 0)
 
 
 def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
-    layer = c.layers[i]
-    wide = None if c.values_of_key == 1 and c.value_dim is None else c.value_width(layer) * c.values_of_key
-    return KVLayer(c.groups(layer), c.key_width(layer), value_width(c, i, wide), queries=c.heads, rope=layer.rope,
-                   context=context, sliding=layer.sliding, softcap=c.attention_softcap,
-                   bias=layer.bias is not None or (layer.rope is not None and layer.rope.chunks is not None),
-                   sinks=layer.sinks)
+    layer, chooses = c.layers[i], c.layers[i].index is not None
+    wide = None if c.values_of_key == 1 and c.value_dim is None and not chooses else (
+        c.value_width(layer) * c.values_of_key)
+    more = 0 if layer.index is None else layer.index.width
+    return KVLayer(c.groups(layer), c.key_width(layer) + more, value_width(c, i, wide), queries=c.heads,
+                   rope=layer.rope, context=context, sliding=layer.sliding, softcap=c.attention_softcap,
+                   bias=layer.bias is not None or chooses or (
+                       layer.rope is not None and layer.rope.chunks is not None),
+                   sinks=layer.sinks, chooses=chooses)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from decodax.models.blocks.names import NAMES as BLOCKS
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
@@ -57,6 +58,7 @@ class Names:
             those for the others.
         repeated: groups of `fused` whose parts are repeated for each head, and whose heads: "heads" or "key_heads".
         stacked: name of the tensor of all experts, by path, if a file has these in place of those of `experts`.
+        other: the end of a tensor's name, and fields that replace those above in a file that has such a tensor.
         further: prefixes of the tensors of layers that predict further tokens.
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
@@ -64,8 +66,6 @@ class Names:
         interleaved: the columns of the projections in a fused tensor of all experts alternate.
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
         outside: names of further tensors outside of layers, by the weight's path.
-        released: fields that differ in released files, if transformers renames their tensors. The name of the embedding
-            table tells these files.
         padded: number of first axes of length 1 that such tensors have in the file alone, by path inside a layer.
     """
 
@@ -84,6 +84,7 @@ class Names:
     grouped: bool = False
     repeated: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     stacked: dict[str, str] = dataclasses.field(default_factory=dict)
+    other: tuple[str, dict[str, Any]] | None = None
     further: tuple[str, ...] = ()
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
@@ -92,13 +93,10 @@ class Names:
     extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
     outside: dict[str, str] = dataclasses.field(default_factory=dict)
     padded: dict[str, int] = dataclasses.field(default_factory=dict)
-    released: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
         "mlp.down": "mlp.dense_4h_to_h"}
-MIXTRAL = Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"}, experts={
-    f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}" for part, i in (("gate", 1), ("up", 3), ("down", 2))})
 
 FAMILY_NAMES = {
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
@@ -116,8 +114,6 @@ FAMILY_NAMES = {
     "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
                   fused=(QKV, GATE_UP)),
     "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH), "olmo3": Names(SANDWICH),
-    "mixtral": MIXTRAL, "phimoe": MIXTRAL,
-    "minimax_m2": dataclasses.replace(MIXTRAL, correction="block_sparse_moe.e_score_correction_bias"),
     "granitemoe": Names({**LLAMA, "mlp.router": "block_sparse_moe.router.layer"}, fused=(GATE_UP,),
                         experts={**dict.fromkeys(GATE_UP, "block_sparse_moe.input_linear.weight"),
                                  "mlp.down": "block_sparse_moe.output_linear.weight"}),
@@ -175,7 +171,7 @@ FAMILY_NAMES = {
                  norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
-    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA).items()},
+    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA | BLOCKS).items()},
 }
 """Names by `model_type`; other families have Llama's names."""
 
@@ -183,7 +179,7 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
-                    r"|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|patch_merge_mlp|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
                     r"|^(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
@@ -273,12 +269,8 @@ def embeddings(family: str) -> list[str]:
     """Returns the possible names of the embedding table, in files of a whole model, of a bare model and of multimodal
     models."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
-    return [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)] + _released_table(names)
-
-
-def _released_table(names: Names) -> list[str]:
-    """Returns the name of the embedding table in released files, if tensors have other names there; else nothing."""
-    return [f"{names.released['stem']}{names.released['embed']}.weight"] if names.released else []
+    found, other = [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)], names.other[1] if names.other else {}
+    return [*found, f"{other.get('stem', names.stem)}{other['embed']}.weight"] if "embed" in other else found
 
 
 def _stems(names: Names) -> list[tuple[str, str]]:
@@ -293,8 +285,8 @@ def names_of(family: str, present: Collection[str]) -> Names:
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in present):
         names = dataclasses.replace(names, experts=names.stacked, fused=(*names.fused, GATE_UP))
-    if any(tensor in present for tensor in _released_table(names)):
-        names = dataclasses.replace(names, **names.released)
+    if names.other is not None and any(tensor.endswith(names.other[0]) for tensor in present):
+        names = dataclasses.replace(names, **names.other[1])
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])

@@ -56,6 +56,35 @@ def read_experts(count: int, chosen: int, width: int, normalise: bool = True, ke
         raise ValueError(f"{key}, n_routed_experts, n_group, num_expert_group or topk_group: {e}") from None
 
 
+def refuse_others(c: Json, **fixed: Any) -> None:
+    """Refuses entries of `c` with other values than those of `fixed`, which a missing entry stands for."""
+    for key, value in fixed.items():
+        if c.get(key, value) != value:
+            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+
+
+def read_kinds(c: Json, key: str, older: Any, names: tuple[str, str], default: Callable[[int], bool]) -> list[str]:
+    """Returns the kind of each layer.
+
+    Args:
+        c: the content of `config.json`.
+        key: name of the entry with a list of kinds.
+        older: the older form of the entry, a list of 0 and 1; None: there is none.
+        names: the kinds for 0 and 1.
+        default: 0 or 1 by the index of a layer, if neither is there.
+
+    Raises:
+        ValueError: there are too few entries, or unknown ones.
+    """
+    count = c["num_hidden_layers"]
+    found: Any = c.get(key) or [names[int(x != 0)] for x in older or map(default, range(count))]
+    if len(found) < count:
+        raise ValueError(f"{key}: got {len(found)} entries for num_hidden_layers = {count}")
+    if not set(found) <= set(names):
+        raise ValueError(f"{key}: got {found}, takes a list of {names[0]!r} and {names[1]!r}")
+    return list(found[:count])
+
+
 def with_experts(layers: tuple[Layer, ...], experts: Experts,
                  sparse: Callable[[int], bool] = lambda i: True) -> tuple[Layer, ...]:
     """Returns the layers with the mixture `experts` in place of the MLP in those for whose index `sparse` is True."""

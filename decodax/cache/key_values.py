@@ -41,6 +41,7 @@ class KVLayer(NamedTuple):
         softcap: bound of the scores, which become `softcap * tanh(score / softcap)`; None: no bound.
         bias: True if the model adds a bias to the scores, such as one that depends on positions.
         sinks: True if each query head has a learned score in the softmax without a value.
+        chooses: True if the model passes a choice of keys in place of the bias (`KeyChoice`).
     """
 
     heads: int
@@ -53,6 +54,7 @@ class KVLayer(NamedTuple):
     softcap: float | None = None
     bias: bool = False
     sinks: bool = False
+    chooses: bool = False
 
     @property
     def scores(self) -> frozenset[Score]:
@@ -173,6 +175,11 @@ class KVConfig(CacheConfig):
         tracing."""
         return False
 
+    def takes_choices(self) -> bool:
+        """Returns True if the cache supports a choice of keys (`KVLayer.chooses`): it keeps all tokens, in slots that
+        are positions. The default is False: a model with one is refused with an error before tracing."""
+        return False
+
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         """Returns the changes of attention scores that the cache does not support in a layer. A model that needs one of
         them is refused with an error before tracing."""
@@ -187,6 +194,9 @@ class KVConfig(CacheConfig):
         name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
         if not self.takes_latents():
             refuse_latents(name, shapes)
+        if not self.takes_choices() and any(shape.chooses for shape in shapes):
+            raise ValueError(f"cache: {name} takes a model whose queries attend to all tokens; in this one an index "
+                             "chooses some of them, which takes the default cache or paged")
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "

@@ -147,6 +147,9 @@ class PagedConfig(KVConfig):
     def takes_latents(self) -> bool:
         return True
 
+    def takes_choices(self) -> bool:
+        return True
+
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         return PagedCache(kv=empty_kv(shapes, self.pages, self.page, dtype), widths=key_widths(shapes), given=inputs,
                           table=jnp.full((batch, -(-size // self.page)), -1, jnp.int32),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import LinearRule
+from decodax.common.arguments import check_counts
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import RecurrentBlocks
 from decodax.models.rope import Rope
@@ -32,6 +33,30 @@ class QueryScale:
         steps = jnp.floor((positions + self.shift).astype(jnp.float32) / self.length)
         # Nodes that are not live may have positions below 0.
         return (1 + self.beta * jnp.log1p(jnp.maximum(steps, 0)))[..., None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockIndex:
+    """The choice of the blocks of text that a query attends to. See `decodax.models.blocks.block_index`.
+
+    Attributes:
+        heads: number of index heads, a multiple or a divisor of the number of key/value heads.
+        width: number of channels of an index query and of an index key.
+        size: number of positions of a block.
+        top: number of blocks that a query attends to.
+        local: number of latest blocks, that of the query included, that are among these in any case.
+    """
+
+    heads: int
+    width: int
+    size: int
+    top: int
+    local: int = 1
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "width", "size", "top")
+        if not 0 <= self.local <= self.top:
+            raise ValueError(f"local: got {self.local}, takes 0 to the number of blocks, {self.top}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +94,7 @@ class Layer:
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
             cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
         beside: True computes attention beside the recurrent block, from the same input, and adds their outputs.
+        index: the choice of the blocks of text that a query attends to; None: all of them.
     """
 
     rope: Rope | None = None
@@ -93,6 +119,7 @@ class Layer:
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False
+    index: BlockIndex | None = None
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None
@@ -122,6 +149,11 @@ class Layer:
         if self.linear is not None and (self.sinks or self.output_gate):
             name = "sinks" if self.sinks else "output_gate"
             raise ValueError(f"{name}: cannot be combined with linear attention")
+        if self.index is not None and ((self.rope is not None and (
+                self.rope.chunks is not None or self.rope.width > self.index.width)) or dataclasses.replace(
+                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None) != Layer()):
+            raise ValueError("index: takes a rope without chunks that is at most as wide as the index keys, or none, "
+                             "and of the other options scale, experts, qk_norm and mlp")
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")

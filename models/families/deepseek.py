@@ -9,7 +9,15 @@ from typing import Any
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.shape import Indexer, Latent
-from decodax.models.reading import Json, read_experts, read_rope, read_shape, rotated_layers, with_experts
+from decodax.models.reading import (
+    Json,
+    read_experts,
+    read_rope,
+    read_shape,
+    refuse_others,
+    rotated_layers,
+    with_experts,
+)
 from decodax.models.rope import mscale
 from decodax.models.routing import Experts
 
@@ -155,9 +163,7 @@ def _youtu(c: Json) -> DecoderConfig:
 
 def _expects(c: Json, **entries: str) -> None:
     """Refuses entries with other values than the given ones."""
-    for key, value in entries.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+    refuse_others(c, **entries)
     if c.get("moe_layer_freq", 1) != 1:
         raise ValueError(f"moe_layer_freq: got {c['moe_layer_freq']}, supported is 1")
 

@@ -47,6 +47,9 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
     "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
                                        and layer.latent.indexer.top == value for layer in d.layers),
+    # Layers of MiniMax M3 may leave the index out, and its activation is that of no other family.
+    "index_topk_blocks": lambda d, value: d.glu is not None and all(layer.index is None or layer.index.top == value
+                                                                    for layer in d.layers),
     "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value
                                          for layer in d.layers if layer.recurrent is None),
     "q_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.query_rank == value

@@ -11,7 +11,15 @@ from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families.deepseek import latent_decoder
 from decodax.models.families.qwen import sparse_layers
 from decodax.models.latent.shape import Latent
-from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts
+from decodax.models.reading import (
+    Json,
+    read_activation,
+    read_experts,
+    read_rope,
+    read_shape,
+    refuse_others,
+    with_experts,
+)
 from decodax.models.recurrent.options import GatedDelta
 
 
@@ -71,10 +79,8 @@ def _olmo_hybrid(c: Json) -> DecoderConfig:
 def _kimi_linear(c: Json) -> DecoderConfig:
     c = {"num_experts": 256, "num_experts_per_token": 8, "moe_intermediate_size": 1024, "rms_norm_eps": 1e-5,
          "max_position_embeddings": c.get("model_max_length", 1 << 20), **c}
-    for key, value in {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1,
-                       "num_key_value_heads": c["num_attention_heads"], "hidden_act": "silu"}.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+    refuse_others(c, mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1,
+                  num_key_value_heads=c["num_attention_heads"], hidden_act="silu")
     linear = c.get("linear_attn_config") or {}
     heads, width = linear.get("num_heads", c.get("linear_num_heads", 32)), linear.get(
         "head_dim", c.get("linear_head_dim", 128))
@@ -100,9 +106,7 @@ def _bailing_hybrid(c: Json) -> DecoderConfig:
          "rms_norm_eps": 1e-6, **c, **{name: c.get(name, c.get(other, default))
                                        for name, (other, default) in names.items()}}
     heads, period = c["num_attention_heads"], c.get("layer_group_size", 6)
-    for key, value in {"num_key_value_heads": heads, "hidden_act": "silu"}.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+    refuse_others(c, num_key_value_heads=heads, hidden_act="silu")
     # In files that transformers has written, head_dim is the rotated part of a head with latents.
     width, own = c.get("linear_head_dim", c.get("head_dim", 128)), c.get("linear_num_heads", heads)
     conv = c.get("linear_conv_kernel_dim", c.get("short_conv_kernel_size", 4))

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from decodax.models.config import DecoderConfig
 from decodax.models.families import qwen
-from decodax.models.reading import Json, read_experts, read_layers, read_rope, read_shape, with_experts
+from decodax.models.reading import (
+    Json,
+    read_experts,
+    read_kinds,
+    read_layers,
+    read_rope,
+    read_shape,
+    refuse_others,
+    with_experts,
+)
 
 
 def _mimo_v2_flash(c: Json) -> DecoderConfig:
@@ -18,9 +26,9 @@ def _mimo_v2_flash(c: Json) -> DecoderConfig:
     _check(c)
     count, bias = c["num_hidden_layers"], c.get("attention_bias", False)
     shape = read_shape(c, qkv_bias=bias, value_dim=c["v_head_dim"], value_scale=float(c["attention_value_scale"]))
-    kinds = _kinds(c, "layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention"),
-                   lambda i: i > 0 and (i + 1) % 6 != 0)
-    sparse = _kinds(c, "mlp_layer_types", "moe_layer_freq", ("dense", "sparse"), lambda i: i > 0)
+    kinds = read_kinds(c, "layer_types", c.get("hybrid_layer_pattern"), ("full_attention", "sliding_attention"),
+                       lambda i: i > 0 and (i + 1) % 6 != 0)
+    sparse = read_kinds(c, "mlp_layer_types", c.get("moe_layer_freq"), ("dense", "sparse"), lambda i: i > 0)
     share, new = {"partial_rotary_factor": c.get("partial_rotary_factor", 0.334)}, c.get("rope_parameters") or {}
     far = {"rope_theta": c.get("rope_theta", 5e6), **share, **new.get("full_attention", {})}
     near = {"rope_theta": c.get("swa_rope_theta", 1e4), **share, **new.get("sliding_attention", {})}
@@ -44,18 +52,7 @@ def _check(c: Json) -> None:
     fixed = {"swa_num_attention_heads": c["num_attention_heads"], "swa_head_dim": c["head_dim"],
              "swa_v_head_dim": c["v_head_dim"], "add_swa_attention_sink_bias": True,
              "add_full_attention_sink_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    for key, value in fixed.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
-
-
-def _kinds(c: Json, key: str, older: str, names: tuple[str, str], default: Callable[[int], bool]) -> list[str]:
-    """Returns the kind of each layer: from the entry `key`, from numbers 0 and 1 in the entry `older`, or by index."""
-    count = c["num_hidden_layers"]
-    found: Any = c.get(key) or [names[int(x != 0)] for x in c.get(older) or map(default, range(count))]
-    if len(found) < count:
-        raise ValueError(f"{key}: got {len(found)} entries for num_hidden_layers = {count}")
-    return list(found)
+    refuse_others(c, **fixed)
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {

@@ -73,18 +73,6 @@ def _glm4_moe(c: Json) -> DecoderConfig:
     return DecoderConfig(layers=with_experts(read_layers(c, shape), experts, lambda i: i >= first), **shape)
 
 
-def _minimax_m2(c: Json) -> DecoderConfig:
-    c = {"num_key_value_heads": 8, "rope_theta": 5e6, **c}
-    shape = read_shape(c, qk_norm="full", head_dim=c.get("head_dim", 128))
-    if (turned := c.get("rotary_dim")) is not None and "partial_rotary_factor" not in c:
-        if turned % 2 or turned > shape["head_dim"]:
-            raise ValueError(f"rotary_dim: got {turned}, takes an even number up to head_dim = {shape['head_dim']}")
-        c = {**c, "partial_rotary_factor": turned / shape["head_dim"]}
-    experts = read_experts(c.get("num_local_experts", c.get("num_experts", 256)), c.get("num_experts_per_tok", 8),
-                           shape["mlp"], score="sigmoid", correction=True)
-    return DecoderConfig(layers=with_experts(read_layers(c, shape), experts), **shape)
-
-
 def _hy_v3(c: Json) -> DecoderConfig:
     c = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, **c}
     bias = c.get("attention_bias", False)
@@ -162,4 +150,4 @@ def _llama4(c: Json) -> DecoderConfig:
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "ernie4_5_moe": _ernie4_5_moe, "glm4_moe": _glm4_moe, "granitemoe": _granitemoe, "hunyuan_v1_moe": _hunyuan_moe,
     "hy_v3": _hy_v3,
-    "llama4_text": _llama4, "minimax_m2": _minimax_m2, "mixtral": _mixtral, "olmoe": _olmoe, "phimoe": _phimoe}
+    "llama4_text": _llama4, "mixtral": _mixtral, "olmoe": _olmoe, "phimoe": _phimoe}

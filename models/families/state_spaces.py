@@ -9,7 +9,15 @@ from typing import Any
 
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig, NormConfig
-from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts
+from decodax.models.reading import (
+    Json,
+    read_activation,
+    read_experts,
+    read_rope,
+    read_shape,
+    refuse_others,
+    with_experts,
+)
 from decodax.models.recurrent.options import SelectiveScan, Ssd
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -22,8 +30,8 @@ OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 def _nemotron_h(c: Json) -> DecoderConfig:
     c = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 21_504,
          "max_position_embeddings": 4096, **c}
-    _fixed(c, tie_word_embeddings=False, attention_bias=False, mamba_proj_bias=False, mamba_hidden_act="silu",
-           n_shared_experts=1)
+    refuse_others(c, tie_word_embeddings=False, attention_bias=False, mamba_proj_bias=False, mamba_hidden_act="silu",
+                  n_shared_experts=1)
     kinds, count = _nemotron_kinds(c), c.get("num_hidden_layers")
     if count is not None and count != len(kinds):
         raise ValueError(f"num_hidden_layers: got {count} with {len(kinds)} layers in layers_block_type or "
@@ -104,7 +112,7 @@ def _bamba(c: Json) -> DecoderConfig:
 
 def _falcon_h1(c: Json) -> DecoderConfig:
     c = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "mamba_d_ssm": 1024, **c}
-    _fixed(c, attention_bias=False, mlp_bias=False, projectors_bias=False, mamba_proj_bias=False)
+    refuse_others(c, attention_bias=False, mlp_bias=False, projectors_bias=False, mamba_proj_bias=False)
     into, out = float(c.get("attention_in_multiplier", 1.0)), float(c.get("attention_out_multiplier", 1.0))
     gate, down = _numbers(c, "mlp_multipliers", 2)
     # Attention is linear in its queries, keys and values: factors of them are factors of scores and values.
@@ -126,7 +134,7 @@ def _jamba(c: Json) -> DecoderConfig:
         if c[f"{what}_layer_offset"] >= c[f"{what}_layer_period"]:
             raise ValueError(f"{what}_layer_offset: got {c[f'{what}_layer_offset']}, takes less than "
                              f"{what}_layer_period = {c[f'{what}_layer_period']}")
-    _fixed(c, hidden_act="silu")
+    refuse_others(c, hidden_act="silu")
     shape = read_shape(c)
     rank, width = c.get("mamba_dt_rank", "auto"), shape["width"]
     block = Layer(recurrent=SelectiveScan(
@@ -177,13 +185,6 @@ def _numbers(c: Json, key: str, count: int) -> tuple[float, ...]:
     if len(found) != count:
         raise ValueError(f"{key}: got {found}, takes {count} numbers")
     return tuple(map(float, found))
-
-
-def _fixed(c: Json, **entries: Any) -> None:
-    """Refuses entries with other values than the given ones."""
-    for key, value in entries.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
 
 
 def _mixed(keys: str, layers: tuple[Layer, ...], shape: dict[str, Any]) -> DecoderConfig:

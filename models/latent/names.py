@@ -49,4 +49,4 @@ NAMES: dict[str, dict[str, Any]] = {
         "layer": {**MLA["layer"], "attn.indexer.q_in": "self_attn.indexer.q_input_norm"},
         "extra": {f"attn.{part}growth.{leaf}": f"self_attn.{part}softmax_scaling.{leaf}"
                   for part in ("", "indexer.") for leaf in ("scale", "bias")},
-        "released": LARGE}}
+        "other": ("tok_embeddings.weight", LARGE)}}

@@ -81,7 +81,7 @@ LING: dict[str, Any] = {
     "experts": STACKED, "fused": (KEYS_VALUES, ("mlp.gate", "mlp.up"), TAPS), "repeated": {KEYS_VALUES: "heads"},
     "extra": {"attn.A_log": "self_attn.forget_gate.A_log", "attn.dt_bias": "self_attn.forget_gate.dt_bias",
               **dict.fromkeys(TAPS, "self_attn.conv1d.weight")}}
-LING["released"] = {
+LING["other"] = "word_embeddings.weight", {
     "stem": "model.", "embed": "word_embeddings", "fused": (KEYS_VALUES,),
     "correction": "mlp.gate.expert_bias",
     "layer": {ours: name.replace("self_attn.forget_gate.", "attention.").replace("self_attn.o_proj", "attention.dense")

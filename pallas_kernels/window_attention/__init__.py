@@ -12,7 +12,7 @@ from decodax.pallas_kernels.window_attention.attention import (
 )
 from decodax.pallas_kernels.window_attention.biases import Added, Bias, FixedBias, by_position
 from decodax.pallas_kernels.window_attention.reference import BLOCK, whole_blocks
-from decodax.pallas_kernels.window_attention.selection import TopKeys
+from decodax.pallas_kernels.window_attention.selection import KeyChoice, TopBlocks, TopKeys
 
 __all__ = [
     "BLOCK",
@@ -20,6 +20,8 @@ __all__ = [
     "Bias",
     "FixedBias",
     "Implementation",
+    "KeyChoice",
+    "TopBlocks",
     "TopKeys",
     "by_position",
     "merge",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -17,7 +18,7 @@ from decodax.common.axes import DATA, MODEL, compute_capability, platform, shard
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.biases import Bias, FixedBias
 from decodax.pallas_kernels.window_attention.reference import MASKED
-from decodax.pallas_kernels.window_attention.selection import TopKeys
+from decodax.pallas_kernels.window_attention.selection import CachedKeys, KeyChoice, TopBlocks
 
 Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
@@ -49,7 +50,7 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         slot_positions: `i32[B, G or 1, S]`, position of the token in each slot, -1 for an empty slot, for a cache whose
             slots are not positions; replaces `length` and `cached`.
         bias: added to the scores after softcap: relative position biases (T5), slopes (ALiBi), the effect of another
-            position (dual chunk attention).
+            position (dual chunk attention); or a choice of keys. With `TopBlocks` keys are longer than queries.
         sinks: `f[H]`, a learned score for each head that takes part in the softmax without a value (GPT-OSS), so that
             weights sum to less than one. When parts are merged, only one of them gets the sinks.
         scales: `f[B, G, 2, S]`, factors of each slot's key and value, for an `i8` cache from `quantized`.
@@ -111,10 +112,13 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales, table
     options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
     if bias is None:
-        return _attention_once(*arrays, **options, implementation=implementation or choose(cache, q.shape[3]))
+        return _attention_once(*arrays, None, **options, implementation=implementation or choose(cache, q.shape[3]))
+    if isinstance(bias, TopBlocks):
+        options["bias"] = dataclasses.replace(bias, queries=None)
+        return _attention_once(*arrays, bias.queries, **options, implementation="xla")
     # A bias that closes over weights is not a static value, and it covers all heads.
     attention = _attention_once if isinstance(bias, FixedBias) else _attention
-    return attention(*arrays, **options, implementation="xla")
+    return attention(*arrays, None, **options, implementation="xla")
 
 
 def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *, scale: float,
@@ -230,7 +234,7 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
     heads, rows = P(DATA, None, MODEL), P(DATA)
     keys, cache = rows if alone else heads, P(DATA if table is None else None, None if alone else MODEL)
     specs = (heads, keys, keys, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
-             _slots(slot_positions), P(MODEL), cache, rows)
+             _slots(slot_positions), P(MODEL), cache, rows, heads)
     local = functools.partial(_attention, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
 
@@ -261,14 +265,18 @@ def _slots(slot_positions: Array | None) -> P:
 
 def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None, length: Array | None,
                key_positions: Array | None, cached: Array | None, slot_positions: Array | None,
-               sinks: Array | None, scales: Array | None, table: Array | None, *, scale: float, sliding: int | None,
-               softcap: float | None, bias: Bias | None, implementation: Implementation | None) -> tuple[Array, Array]:
-    """See `window_attention_lse`."""
+               sinks: Array | None, scales: Array | None, table: Array | None, asked: Array | None, *, scale: float,
+               sliding: int | None, softcap: float | None, bias: Bias | None,
+               implementation: Implementation | None) -> tuple[Array, Array]:
+    """See `window_attention_lse`; `asked` are the index queries of `TopBlocks`."""
     B, W, H, _ = q.shape
     v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
-    chooses = bias if isinstance(bias, TopKeys) else None
-    bias = None if isinstance(bias, TopKeys) else bias
+    chooses = bias if isinstance(bias, KeyChoice) else None
+    chooses = dataclasses.replace(chooses, queries=asked) if isinstance(chooses, TopBlocks) else chooses
+    bias = None if isinstance(bias, KeyChoice) else bias
+    if chooses is not None and slot_positions is not None:
+        raise ValueError("bias: got a choice of keys with slot_positions, takes a cache in which slots are positions")
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     if added is not None and not callable(added):
         raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
@@ -277,7 +285,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def biases(keys: Array, where: Array) -> Array:       # where: positions of keys, [B or 1, G or 1, K]
-        more = far(keys, where) if added is None else added(keys, where[:, :, None])
+        more = added(keys, where[:, :, None]) if added is not None else _by_head(far(keys, where), H)
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
     where = positions if key_positions is None else key_positions
@@ -285,14 +293,16 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     far: Any = None
     if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
         visible = cache, *_held(cache, table, length, cached, slot_positions), table
+    mask, wanted = mask[:, None], None
     if chooses is not None:
-        mask, far = chooses.choose(k, mask, visible)
+        keys = None if visible is None else CachedKeys(visible[0], visible[1], visible[2], scales, table)
+        mask, far, wanted = chooses.choose(k, mask[:, 0], positions, where, keys)
     if sliding is not None:
-        mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
-    s = jnp.einsum("bgqd,bgkd->bgqk", q, k, preferred_element_type=jnp.float32) * scale
+        mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)[:, None]
+    s = jnp.einsum("bgqd,bgkd->bgqk", q, k[..., :q.shape[3]], preferred_element_type=jnp.float32) * scale
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
     s = s if bias is None else s + biases(k, where[:, None])
-    s = jnp.where(mask[:, None, None], s.reshape(B, G, H // G, W, -1), MASKED).reshape(s.shape)
+    s = jnp.where(_by_head(mask, H), s.reshape(B, H, W, -1), MASKED).reshape(s.shape)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
     total = weights.sum(-1, keepdims=True)
@@ -303,8 +313,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         _, length, held, _ = visible
         given = q, cache, length, _repeated(positions, H // G), held, scales, table
         part = _read("cache_attention", implementation, given,
-                     dict(bias=None if bias is None and far is None else biases), scale=scale, value_width=e,
-                     sliding=sliding, softcap=softcap)
+                     dict(bias=None if bias is None and far is None else biases, wanted=wanted), scale=scale,
+                     value_width=e, sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
     if sinks is not None:
         scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)
@@ -344,6 +354,11 @@ def _unfolded(x: Array, width: int) -> Array:
     """Reshapes `[B, G, H / G * W, ...]` to `[B, W, H, ...]`."""
     B, G, R, *rest = x.shape
     return jnp.moveaxis(x.reshape(B, G, R // width, width, *rest), 3, 1).reshape(B, width, G * R // width, *rest)
+
+
+def _by_head(x: Array, heads: int) -> Array:
+    """Repeats `[B, n, W, K]` to `[B, H, W, K]`; with `n = 1` it is returned as it is."""
+    return x if x.shape[1] == 1 else jnp.repeat(x, heads // x.shape[1], 1)
 
 
 def _repeated(positions: Array, times: int) -> Array:

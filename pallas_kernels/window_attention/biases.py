@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from jax import Array
 
-from decodax.pallas_kernels.window_attention.selection import TopKeys
+from decodax.pallas_kernels.window_attention.selection import KeyChoice
 
 Added = Callable[[Array, Array], Array]
 """A function from keys `f[B, G, K, d]` and their positions `i32[B or 1, G or 1, 1, K]` (separate for each key/value
 head if a cache keeps different tokens in each) to the numbers that are added to their scores, `f32[B or 1, H or 1, W,
 K]`."""
 
-Bias = Callable[[Array, Array], Added] | TopKeys
+Bias = Callable[[Array, Array], Added] | KeyChoice
 """A choice of keys, or a function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to
 an `Added`."""
 

@@ -69,11 +69,12 @@ class AttentionBlock(NamedTuple):
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None,
-                    bias: Callable[[Array, Array], Array] | None = None) -> tuple[Array, Array]:
+                    bias: Callable[[Array, Array], Array] | None = None,
+                    wanted: Array | None = None) -> tuple[Array, Array]:
     """Returns attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
-        q: `f[B, G, R, d]`, queries of each key/value head.
+        q: `f[B, G, R, d]`, queries of each key/value head; keys may have further entries after the first `d`.
         cache: `f[B, G, S, d + e]`, the key and then the value of each slot; or `f[B, G, S, d]`, keys that are values,
             too.
         length: `i32[B]`; slots from this index on are invisible.
@@ -86,6 +87,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         value_width: width of values, `e`.
         bias: maps keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, to numbers that are added to
             their scores, `f32[B, G, R, K]`.
+        wanted: `bool[S]`, slots that count for some query; blocks without one are not read. None: all.
 
     Returns:
         `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 for a query that attends to nothing.
@@ -104,7 +106,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     none = jnp.zeros((B, G, R, 1), jnp.float32)
     start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
     top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale,
-                            sliding=sliding, softcap=softcap, bias=bias)
+                            sliding=sliding, softcap=softcap, bias=bias, wanted=wanted, value_width=value_width)
     some = total != 0       # true for NaN, which must remain
     total = jnp.where(some, total, 1)
     return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
@@ -134,14 +136,14 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
-             length: Array, held: Array | None, table: Array | None) -> Array:
+             length: Array, held: Array | None, scales: Array | None, table: Array | None) -> Array:
     """Loops over the blocks of slots of a cache, computes the products of queries and keys in each, and updates an
     array by them: `array = visit(block, array)`.
 
     Args:
         visit: returns the next array, `[..., S']`.
         start: returns the first array for a number of slots, which may be more than `S`.
-        q, cache, length, held, table: see `cache_attention`.
+        q, cache, length, held, scales, table: see `cache_attention`.
 
     Returns:
         The last array, cut to `[..., S]`.
@@ -149,8 +151,37 @@ def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[i
     slots = cache.shape[2] * (1 if table is None else table.shape[1])
     unit = _unit(cache, table)
     positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
-    return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, None, table,
+    return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, scales, table,
                  scale=1.0, sliding=None, softcap=None)[..., :slots]
+
+
+def block_maxima(q: Array, cache: Array, length: Array, held: Array | None, scales: Array | None, table: Array | None,
+                 *, size: int, first: int = 0) -> Array:
+    """Returns the largest product of each query with the visible keys of each `size` slots, `f32[B, G', R, S / size]`
+    (rounded up); minus infinity where none is visible.
+
+    Args:
+        q: `f[B, G', R, e]`, queries of the first `G'` heads.
+        cache, length, held, scales, table: see `cache_attention`.
+        size: number of slots of a block, any number.
+        first: index of the first of the `e` entries of a key that are multiplied.
+    """
+    unit = _unit(cache, table)
+    slots = cache.shape[2] * (1 if table is None else table.shape[1])
+    full = -(-slots // unit) * unit
+    # Each step pools this many slots, so that scores of single slots are nowhere for long.
+    each = math.gcd(size, *(unit * block_of(full // unit, max(most // unit, 1)) for most in (BLOCK, WIDE_BLOCK)))
+
+    def visit(x: AttentionBlock, found: Array) -> Array:
+        own = jnp.where(x.seen, x.scores, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(found, own.reshape(*own.shape[:3], -1, each).max(-1), x.at // each, 3)
+
+    positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
+    found = _walk(visit, jnp.full((*q.shape[:3], full // each), -jnp.inf), q, cache, length, positions, held, scales,
+                  table, scale=1.0, sliding=None, softcap=None, first=first)
+    more = -found.shape[3] % (size // each)
+    found = jnp.pad(found, ((0, 0),) * 3 + ((0, more),), constant_values=-jnp.inf)
+    return found.reshape(*found.shape[:3], -1, size // each).max(-1)[..., :-(-slots // size)]
 
 
 def _unit(cache: Array, table: Array | None) -> int:
@@ -163,7 +194,8 @@ def _unit(cache: Array, table: Array | None) -> int:
 def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
-          bias: Callable[[Array, Array], Array] | None = None) -> Carry:
+          bias: Callable[[Array, Array], Array] | None = None, wanted: Array | None = None, first: int = 0,
+          value_width: int = 0) -> Carry:
     """Visits the scores of block after block: `carry = visit(block, carry)`."""
     d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
     if table is None:
@@ -186,14 +218,14 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
 
     def walk(block: int, cache: Array, length: Array) -> Carry:
         def step(i: Array, carry: Carry) -> Carry:
-            both = read(cache, i, block, 2)
+            both = read(cache, i, block, 2)[:, :q.shape[1]]
             worth = None
             if scales is not None:
                 both = both.astype(q.dtype)
-                each = read(scales, i, block, 3).astype(jnp.float32)
+                each = read(scales, i, block, 3)[:, :q.shape[1]].astype(jnp.float32)
                 key_scales, worth = each[:, :, :1], each[:, :, 1:]
-            keys = both[..., :d]
-            values = both[..., d:] if both.shape[-1] > d else keys
+            keys = both[..., first:first + d]
+            values = both[..., both.shape[-1] - value_width:]
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
             if held is not None:
@@ -212,10 +244,16 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
             s = jnp.where(seen, s, MASKED)
             return visit(AttentionBlock(i * block, s, seen, values, worth), carry)
 
-        first: Array | int = 0
+        begin: Array | int = 0
         if sliding is not None and held is None:
-            first = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
-        return lax.fori_loop(first, (jnp.max(length) + block - 1) // block, step, start)
+            begin = jnp.maximum(jnp.min(positions) - sliding + 1, 0) // block
+        end = (jnp.max(length) + block - 1) // block
+        if wanted is None:
+            return lax.fori_loop(begin, end, step, start)
+        some = jnp.pad(wanted, (0, slots - wanted.shape[0])).reshape(-1, block).any(1)
+        some = some & (jnp.arange(slots // block) >= begin) & (jnp.arange(slots // block) < end)
+        order = jnp.argsort(~some, stable=True).astype(jnp.int32)
+        return lax.fori_loop(0, some.sum(dtype=jnp.int32), lambda i, carry: step(order[i], carry), start)
 
     narrow, wide = (unit * block_of(slots // unit, max(most // unit, 1)) for most in (BLOCK, WIDE_BLOCK))
     return walk(narrow, cache, length) if narrow == wide else lax.platform_dependent(

@@ -46,10 +46,12 @@ from decodax.models import (
     phd,
     yoco,
 )
+from decodax.models.blocks.options import BlockIndex
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.recurrent.options import GatedDelta, RgLru, SelectiveScan, ShortConv, Ssd
 from decodax.models.residual.options import LayerInputs
 from decodax.models.rope import Proportional
+from decodax.models.routing import ClippedSwiGLU
 from tests.caches.small import PROMPTS
 from tests.extending.pages import DOCS, run_page
 from tests.laws.cases import padded
@@ -91,6 +93,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         Layer(rope=Rope(4), latent=Latent(8, 3), experts=Experts(count=6, chosen=2, width=12))))),
     "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
         Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
+    "indexed blocks": lambda: Transformer(dataclasses.replace(BASE, glu=ClippedSwiGLU(limit=0.5), layers=(
+        dataclasses.replace(BASE.layers[0], index=BlockIndex(2, 10, 3, 2)),
+        dataclasses.replace(BASE.layers[1], index=BlockIndex(4, 8, 4, 3, 2))))),
     "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate="channels"),
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),

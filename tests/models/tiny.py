@@ -59,6 +59,13 @@ LARGE = {**{key: value for key, value in MLA.items() if key != "q_lora_rank"}, *
          "kv_source_layers": [0, 0, 2, 0, 2, 5],
          "indexer_types": ["full", "full", "shared", "shared", "full", "full"],
          **rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0)}
+# A block is half as long as the windows of the tests, and of five blocks a query attends to two or three.
+MINIMAX_M3 = {"head_dim": 16, "rotary_dim": 8, **rope("default", partial_rotary_factor=0.5), "num_hidden_layers": 3,
+              "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "dense_intermediate_size": 40,
+              "shared_intermediate_size": 20, "swiglu_alpha": 1.3, "swiglu_limit": 1.5, "index_n_heads": 2,
+              "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 2,
+              "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+              "mlp_layer_types": ["sparse", "dense", "sparse"]}
 GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
                "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
@@ -170,6 +177,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                               "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "use_qk_norm": True}, None),
     "minimax-m2": ("minimax_m2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
                    None),
+    "minimax-m3": ("minimax_m3_vl_text", MINIMAX_M3, None),
+    # One index head for two key/value heads, and two local blocks.
+    "minimax-m3-local": ("minimax_m3_vl_text", {
+        **MINIMAX_M3, "num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["sparse"] * 2, "index_n_heads": 1, "index_block_size": 3,
+        "index_topk_blocks": 3, "index_local_blocks": 2}, None),
     "hy3": ("hy_v3", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, None),
     "ernie4.5-moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, None),
     "gpt-oss": ("gpt_oss", {**SMALL_WINDOW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -281,9 +294,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 
 ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon",
          "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "llama4-top2",
-         "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
-         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
-         "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
+         "minimax-m3-local", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
+         "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
+         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
          "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
          "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense", "mistral-large4-plain",
          "ling3-plain"}

@@ -127,6 +127,13 @@ PRESETS: dict[str, dict[str, Any]] = {
                    "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8, "hidden_act": "silu",
                    "rms_norm_eps": 1e-6, "rope_theta": 5e6, "max_position_embeddings": 196_608,
                    "tie_word_embeddings": False},
+    "minimax-m3": {"model_type": "minimax_m3_vl_text", "vocab_size": 200_064, "hidden_size": 6144,
+                   "intermediate_size": 3072, "dense_intermediate_size": 12_288, "shared_intermediate_size": 3072,
+                   "num_hidden_layers": 60, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+                   "partial_rotary_factor": 0.5, "num_local_experts": 128, "num_experts_per_tok": 4,
+                   "routed_scaling_factor": 2.0, "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+                   "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57, "rms_norm_eps": 1e-6, "rope_theta": 5e6,
+                   "max_position_embeddings": 1_048_576, "tie_word_embeddings": False},
     "hy3-295b-a21b": {"model_type": "hy_v3", "vocab_size": 120_832, "hidden_size": 4096, "intermediate_size": 13_312,
                       "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
                       "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
@@ -234,10 +241,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025)
 and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
 Team, 2025), Mistral Large 4 (Mistral AI, 2026) and Ling 3.0 Flash (inclusionAI, 2026), both as configured by
-transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2, Hy3, ERNIE
-4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS
-(OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits:
-`weights="mxfp4"`."""
+transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2 and M3, Hy3,
+ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS,
+GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4
+bits: `weights="mxfp4"`."""
 
 SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "llama-3-8b": ("v5e:2x4", (2, 4)), "llama-3-70b": ("v6e:2x4", (1, 8)), "qwen3-8b": ("v5e:2x4", (2, 4)),
@@ -248,7 +255,7 @@ SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "deepseek-v3.2": ("v5p:4x4x4", (2, 8, 4)), "kimi-k2": ("v5p:4x4x4", (2, 8, 4)),
     "mistral-large-4": ("v5p:4x4x4", (2, 8, 4)),
     "glm-4.7-flash": ("v6e:2x4", (2, 4)), "glm-4.5-air": ("v5p:2x2x2", (1, 8)), "glm-4.6": ("v5p:2x4x4", (4, 8)),
-    "minimax-m2": ("v5p:2x2x2", (1, 8)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
+    "minimax-m2": ("v5p:2x2x2", (1, 8)), "minimax-m3": ("v5p:2x4x4", (2, 4, 4)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
     "ernie-4.5-21b-a3b": ("v5e:2x4", (2, 4)), "mimo-v2-flash": ("v5p:2x2x2", (1, 8)),
     "llama-4-scout": ("v5p:2x2x2", (1, 8)), "mistral-small-3.2-24b": ("v5e:2x4", (1, 8)),
     "ministral-3-14b": ("v5e:2x4", (1, 8)), "phi-4": ("v6e:2x4", (4, 2)), "smollm2-135m": ("v5e:2x2", (4, 1)),

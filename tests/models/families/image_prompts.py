@@ -75,6 +75,13 @@ def case(name: str) -> Case:
             seen = [x.numpy() for x in found.pooler_output]
             layers = [[x.numpy() for x in layer] for layer in getattr(found, "deepstack_features", None) or []]
             deep = [np.stack([layer[i] for layer in layers]) for i in range(len(row))] if layers else []
+        elif row and name == "minimax-m3":
+            grid, vision = torch.tensor([(1, 4, 4)] * len(row)), reference.config.vision_config
+            given |= {"image_grid_thw": grid, "pixel_values": torch.tensor(
+                r.normal(size=(16 * len(row), 6 * vision.patch_size ** 2))).float()}
+            with torch.no_grad():
+                found = reference.model.get_image_features(given["pixel_values"], grid, return_dict=True)
+            seen = [x.numpy() for x in found.pooler_output]
         elif row:
             side = reference.config.vision_config.image_size
             given |= {"pixel_values": torch.tensor(r.normal(size=(len(row), 3, side, side))).float()}
@@ -94,4 +101,4 @@ def case(name: str) -> Case:
     return Case(reference, lm, prompts, images, arguments)
 
 
-CASES = [*MROPE, "gemma3", *PIXTRAL]
+CASES = [*MROPE, "gemma3", "minimax-m3", *PIXTRAL]

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 
 from decodax.models.families import read_config
-from tests.models.tiny import COMMON
+from tests.models.tiny import COMMON, MINIMAX_M3
 
 HUNYUAN = {**COMMON, "model_type": "hunyuan_v1_moe", "head_dim": 16, "num_experts": 4, "moe_topk": [2, 1]}
 GLM5 = {**COMMON, "model_type": "glm_moe_dsa", "num_hidden_layers": 6, "num_key_value_heads": 4}
 LING = {**COMMON, "model_type": "bailing_hybrid", "num_hidden_layers": 6, "num_key_value_heads": 4}
+M3 = {**COMMON, "model_type": "minimax_m3_vl_text", **MINIMAX_M3}
+RELEASED = {key: value for key, value in M3.items() if not key.startswith("index_") and key not in (
+    "layer_types", "mlp_layer_types", "rope_parameters")}
+"""As released files say it, but for the index."""
+INDEX = {"sparse_num_index_heads": 2, "sparse_index_dim": 12, "sparse_block_size": 4, "sparse_topk_blocks": 2,
+         "sparse_local_block": 1, "sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True,
+         "sparse_disable_index_value": [1, 0, 1], "sparse_attention_freq": [1, 0, 1]}
 PLAIN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (HUNYUAN, {"num_shared_expert": [1, 1], "moe_intermediate_size": [48, 48], "norm_topk_prob": True, "use_cla": False,
                "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "use_qk_norm": True, "n_group": False,
@@ -25,6 +32,9 @@ PLAIN: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "topk_group": 4, "head_dim": 128, "kda_safe_gate": True, "kda_lower_bound": -5.0, "rope_theta": 6e6,
             "layer_types": ["linear_attention"] * 5 + ["full_attention"], "q_lora_rank": None, "norm_topk_prob": True,
             "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}),
+    (M3, {"use_qk_norm": True, "qk_norm_type": "per_head", "use_gemma_norm": True, "attention_output_gate": False,
+          "scoring_func": "sigmoid", "use_routing_bias": True, "n_shared_experts": 1, "hidden_act": "swigluoai",
+          "num_mtp_modules": 7, "num_nextn_predict_layers": 1}),
 ]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"num_shared_expert": [1, 2]}, r"num_shared_expert: got \[1, 2\], supported is 1"),
@@ -43,12 +53,39 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLM5, {"index_topk_pattern": "SFFFFF"}, r"indexer_types, index_topk_pattern: got \['shared', "),
     (GLM5, {"indexer_types": ["full"]}, r"got \['full'\] for num_hidden_layers = 6"),
     (GLM5, {"index_topk_pattern": "FX"}, "index_topk_pattern: got 'FX', takes a text of F and S"),
+    (M3, {"hidden_act": "gelu"}, "hidden_act: got 'gelu', takes 'swigluoai', or 'silu'"),
+    (M3, {"use_gemma_norm": False}, "use_gemma_norm: got False, supported is True"),
+    (M3, {"attention_output_gate": True}, "attention_output_gate: got True, supported is False"),
+    (M3, {"n_shared_experts": 2}, "n_shared_experts: got 2, supported is 1"),
+    (M3, {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block: got 1, supported is 0"),
+    (M3, {"sparse_attention_config": {"sparse_score_type": "sum"}}, "sparse_score_type: got 'sum', supported is 'max'"),
+    (M3, {"sparse_attention_config": {**INDEX, "sparse_disable_index_value": [0, 0, 1]}},
+     "sparse_disable_index_value: got 0 for a layer with an index"),
+    (M3, {"sparse_attention_config": {"sparse_block_size": 0}},
+     "sparse_attention_config.sparse_block_size: got 0, takes a whole number from 1"),
+    (M3, {"index_local_blocks": 3}, "index_local_blocks, index_topk_blocks: local: got 3, takes 0 to .* blocks, 2"),
+    (M3, {"index_n_heads": 3}, "index heads: got 3, takes a divisor of heads = 4"),
+    (M3, {"index_head_dim": 6}, "index_head_dim: got 6, takes at least the rotated part of a head, 8"),
+    (M3, {"rotary_dim": 16}, r"rotary_dim: got 16, takes head_dim \* partial_rotary_factor = 8"),
+    (M3, {"layer_types": ["minimax_m3_sparse"]}, "layer_types: got 1 entries for num_hidden_layers = 3"),
+    (M3, {"layer_types": ["sliding_attention"] * 3}, "takes a list of 'full_attention' and 'minimax_m3_sparse'"),
+    ({**COMMON, "model_type": "llama"}, {"index_topk_blocks": 16}, "index_topk_blocks: got 16, which a llama model"),
 ]
 
 
 @pytest.mark.parametrize(("config", "entries"), PLAIN)
 def test_entries_that_say_what_is_computed_change_nothing(config: dict[str, Any], entries: dict[str, Any]) -> None:
     assert read_config({**config, **entries}) == read_config(config)
+
+
+@pytest.mark.parametrize("kind", ["minimax_m3_vl_text", "minimax_m3", None])
+def test_minimax_m3_is_read_from_the_entries_of_its_release(kind: str | None) -> None:
+    """Which has other names for the index, lists of 0 and 1, the rope outside of rope_parameters, and in text_config no
+    model_type or another one."""
+    text = {**RELEASED, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "moe_layer_freq": [1, 0, 1],
+            "sparse_attention_config": INDEX, "hidden_act": "swigluoai"}
+    text = {key: value for key, value in {**text, "model_type": kind}.items() if value is not None}
+    assert read_config({"model_type": "minimax_m3_vl", "text_config": text, "vision_config": {}}) == read_config(M3)
 
 
 @pytest.mark.parametrize(("config", "entries", "message"), REFUSED)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.tiny import COMMON, DELTA, GEMMA4, LARGE, SHARED, SMALL_WINDOW
+from tests.models.tiny import COMMON, DELTA, GEMMA4, LARGE, MINIMAX_M3, SHARED, SMALL_WINDOW
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}
@@ -73,6 +73,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "patch_size": 4}, {"image_token_id": 96, "projector_hidden_size": 16},
                 "model.language_model.layers."),
+    "minimax-m3": ("minimax_m3_vl", MINIMAX_M3, {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                                                 "num_attention_heads": 2, "image_size": 32, "patch_size": 4},
+                   {"projector_hidden_size": 32, "image_token_index": 96}, "language_model.model.layers."),
     "phi4-multimodal": ("phi4_multimodal", {
         "original_max_position_embeddings": 16, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.6], "partial_rotary_factor": 0.75,

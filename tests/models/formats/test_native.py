@@ -13,6 +13,7 @@ import pytest
 
 from decodax.models.formats import native
 from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, unpack
+from decodax.models.formats.scaled import Floats, Int8
 from decodax.models.packed import multiply
 from tests.models.formats.ggml_blocks import K, N, gguf, kind, random_blocks
 
@@ -50,6 +51,31 @@ def test_products_are_those_of_the_weights_and_a_row_is_independent_of_the_other
     np.testing.assert_allclose(whole, exact, atol=1e-6 * np.abs(exact).max())
     for rows in (1, 2, 3, 5, 15):
         np.testing.assert_array_equal(run(x[:rows], packed), whole[:rows])
+
+
+@pytest.mark.parametrize("K", [K, 37])        # a number of whole vectors, and one with a rest
+@pytest.mark.parametrize("name", native.WIDE)
+def test_kernels_of_floats_and_integers_are_multiplied_row_by_row(name: str, K: int) -> None:
+    draw = np.random.default_rng(4)
+    w = draw.normal(size=(K, 75)).astype(np.float32)
+    packed = (Int8() if name == "int8" else Floats(name)).pack(jnp.asarray(w))
+    x = draw.normal(size=(native.ROWS, K)).astype(np.float32)
+    run = jax.jit(lambda x, packed: multiply(x, packed, jnp.float32))
+    assert "custom_call_target=\"decodax_rows\"" in run.lower(x, packed).compile().as_text()
+    whole = np.asarray(run(x, packed))
+    exact = x.astype(np.float64) @ np.asarray(packed.values(jnp.float32), np.float64).T
+    np.testing.assert_allclose(whole, exact, atol=1e-6 * np.abs(exact).max())
+    for rows in range(1, native.ROWS):
+        np.testing.assert_array_equal(run(x[:rows], packed), whole[:rows])
+    many = np.repeat(x, 2, 0)                   # XLA is faster then
+    assert "decodax_rows" not in run.lower(many, packed).compile().as_text()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_weights_that_are_not_finite_are_not_hidden(bad: float) -> None:
+    packed = Floats("float32").pack(jnp.ones((37, 5)).at[36, 0].set(bad))
+    y = multiply(jnp.ones((3, 37)), packed, jnp.float32)
+    assert not np.isfinite(y[:, 0]).any() and np.isfinite(y[:, 1:]).all()
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -1,8 +1,9 @@
-"""Products on CPU with kernels of 4 to 8 bits in C++, which is compiled on the user's machine.
+"""Products on CPU with packed kernels in C++, which is compiled on the user's machine.
 
-XLA's CPU backend reads packed kernels at a fraction of the memory's speed. native.cc has the same products as a custom
-call. It is compiled once, where a C++ compiler is found, for the processor that it runs on; without one, XLA's products
-are used. `DECODAX_NATIVE=0` in the environment switches it off.
+XLA's CPU backend reads kernels of codes at a fraction of the memory's speed, and those of floats only for one row at
+the whole of it. native.cc has the same products as custom calls. It is compiled once, where a C++ compiler is found,
+for the processor that it runs on; without one, XLA's products are used. `DECODAX_NATIVE=0` in the environment switches
+it off.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from decodax.common.axes import free_axes, platform
 
 LOG = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("native.cc")
-"""The C++ source."""
+SOURCES = Path(__file__).parent
+"""Folder of the C++ sources, native.cc and what it includes."""
 
-TARGET = "decodax_matmul"
-"""Name of the custom call."""
+TARGETS = {"decodax_matmul": "DecodaxMatmul", "decodax_rows": "DecodaxRows"}
+"""Names of the custom calls, and of their functions in the library."""
 
 COMPILERS = ("c++", "g++", "clang++")
 """Programs that are looked for, after the one that $CXX names."""
@@ -68,9 +69,29 @@ def matmul(x: Array, codes: Array, scales: Array, *, group: int, bits: int, offs
         minima, high, steps, minimum_steps: as in `GgmlBlocks`.
     """
     parts = dict(minima=minima, high=high, steps=steps, minimum_steps=minimum_steps)
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((len(x), len(codes)), jnp.float32), vmap_method="sequential")
+    made = jax.ShapeDtypeStruct((len(x), len(codes)), jnp.float32)
+    call = jax.ffi.ffi_call("decodax_matmul", made, vmap_method="sequential")
     return call(x.astype(jnp.float32), codes, scales, *[a for a in parts.values() if a is not None], group=group,
                 bits=bits, offset=offset, **{name: a is not None for name, a in parts.items()})
+
+
+ROWS = 16
+"""Largest number of rows that `rows` multiplies faster than XLA."""
+
+WIDE = ("float32", "bfloat16", "float16", "int8")
+"""Types of the weights that `rows` takes."""
+
+
+def rows(x: Array, kernel: Array) -> Array:
+    """Multiplies rows by a kernel: `f32[R, N]`. A row's result does not depend on the number of rows.
+
+    Args:
+        x: `f[R, K]`.
+        kernel: `[N, K]`, with a dtype of `WIDE`.
+    """
+    made = jax.ShapeDtypeStruct((len(x), len(kernel)), jnp.float32)
+    call = jax.ffi.ffi_call("decodax_rows", made, vmap_method="sequential")
+    return call(x.astype(jnp.float32), kernel)
 
 
 @functools.cache
@@ -85,7 +106,8 @@ def registered() -> bool:
         return False
     try:
         library = ctypes.cdll.LoadLibrary(str(compiled(compiler)))
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.DecodaxMatmul), platform="cpu")
+        for target, function in TARGETS.items():
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, function)), platform="cpu")
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         LOG.warning("packed weights are multiplied by XLA, which is slower: %s: %s", compiler,
@@ -109,18 +131,20 @@ def compiled(compiler: str) -> Path:
     LOG.info("compiling the product of packed weights for this processor: %s", library)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place) / "native.so"
-        subprocess.run([compiler, *OPTIONS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)], check=True,
+        source = str(SOURCES / "native.cc")
+        subprocess.run([compiler, *OPTIONS, f"-I{jax.ffi.include_dir()}", source, "-o", str(made)], check=True,
                        capture_output=True, text=True, timeout=600)
         os.replace(made, library)       # other processes see no half of it
     return library
 
 
 def _digest(compiler: str) -> str:
-    """Returns a name for the library: of its source, of what it is compiled with, and of the processor."""
+    """Returns a name for the library: of its sources, of what it is compiled with, and of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     except OSError:
         processor = [machine.processor()]
     of = repr((compiler, OPTIONS, jaxlib.__version__, machine.machine(), processor))
-    return hashlib.sha256(SOURCE.read_bytes() + of.encode()).hexdigest()[:24]
+    sources = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]))
+    return hashlib.sha256(sources + of.encode()).hexdigest()[:24]
