@@ -153,8 +153,8 @@ def _kinds(c: Json, full: Callable[[int], bool]) -> list[bool]:
                          f"num_hidden_layers = {count}")
     found = [full(i) if kinds is None else kinds[i] == "full_attention" for i in range(count)]
     if not any(found):
-        raise ValueError(f"layer_types, full_attention_interval: got no layer with attention among num_hidden_layers = "
-                         f"{count}, takes one or more")
+        raise ValueError("layer_types, full_attention_interval or layer_group_size: got no layer with attention among "
+                         f"num_hidden_layers = {count}, takes one or more")
     return found
 
 
