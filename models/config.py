@@ -11,7 +11,7 @@ from decodax.common.struct import short
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
 from decodax.models.blocks.options import Layer
-from decodax.models.residual.options import LayerInputs, Streams
+from decodax.models.residual.options import HyperConnections, LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
@@ -76,7 +76,8 @@ class DecoderConfig:
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
         layer_inputs: an embedding of its own of each token for every layer, or None.
-        streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
+        streams: several residual streams. `Streams` take `layer_inputs` and "sandwich" blocks, `HyperConnections` no
+            options of the residual stream and "pre" blocks. None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
         conditioned: True: the model fills a canvas after a causal text, and reads its last predictions there; the nodes
             of a canvas have factors of `layer_scale` of their own. See `decodax.models.residual.conditioning`.
@@ -120,7 +121,7 @@ class DecoderConfig:
     value_dim: int | None = None
     value_scale: float = 1.0
     layer_inputs: LayerInputs | None = None
-    streams: Streams | None = None
+    streams: Streams | HyperConnections | None = None
     layer_scale: bool = False
     conditioned: bool = False
     gate_scale: float = 1.0
@@ -160,8 +161,15 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
-        if self.streams is not None and (self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
+        if isinstance(self.streams, HyperConnections) and (self.layer_inputs is not None or self.layer_scale or (
+                self.block != "pre" or self.residual_scale != 1.0 or any(x.block or x.half for x in self.layers))):
+            raise ValueError("streams: hyper-connections take pre blocks with both halves, no layer_inputs, no "
+                             "layer_scale and no residual_scale")
+        if isinstance(self.streams, Streams) and (
+                self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
+        if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
+            raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -229,6 +237,11 @@ class DecoderConfig:
         """Returns the number of channels of a head's queries and keys in a layer."""
         linear = layer.linear
         return (layer.head_dim or self.head_dim) if linear is None or linear.width is None else linear.width
+
+    @property
+    def hashed(self) -> bool:
+        """True if the experts of some layers are chosen by token ids."""
+        return any(layer.experts is not None and layer.experts.hashed for layer in self.layers)
 
     @property
     def latent(self) -> int:

@@ -12,7 +12,7 @@ from jax import Array
 from decodax.models.config import DecoderConfig
 from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm
-from decodax.models.routing import Experts, route
+from decodax.models.routing import ClippedSwiGLU, Experts, route
 
 
 class XIELU(nnx.Module):
@@ -42,13 +42,14 @@ class MLP(nnx.Module):
         rngs: for random weights.
         width: the inner width; None: `c.mlp`.
         axis: name of the axis of the inner width.
+        glu: the gated activation; None: that of `c`, times the other projection.
         sparsity: the gate of a token is 0 below this quantile of a normal distribution with the mean and the standard
             deviation of its channels, which is subtracted from it above (Gemma 3n); 0: the gate as it is.
     """
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp",
-                 sparsity: float = 0.0):
-        self.c, self.activation, self.sparsity, width = c, c.activation, sparsity, width or c.mlp
+                 sparsity: float = 0.0, glu: ClippedSwiGLU | None = None):
+        self.c, self.activation, self.sparsity, self.glu, width = c, c.activation, sparsity, glu, width or c.mlp
         into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
         self.gate = into() if c.gated else None
         self.up = into()
@@ -63,7 +64,8 @@ class MLP(nnx.Module):
         if self.sparsity:
             at = statistics.NormalDist().inv_cdf(self.sparsity)
             gate = jax.nn.relu(gate - gate.mean(-1, keepdims=True) - at * gate.std(-1, keepdims=True))
-        return self._scaled(self.down(act(gate) * self.up(x)), self.c.mlp_scale)
+        inner = act(gate) * self.up(x) if self.glu is None else self.glu(gate, self.up(x))
+        return self._scaled(self.down(inner), self.c.mlp_scale)
 
     def _scaled(self, y: Array, factor: float) -> Array:
         return y if factor == 1.0 else y * factor
@@ -76,6 +78,8 @@ class Mixture(nnx.Module):
         self.e, self.activation = e, c.activation
         self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
         self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
+        self.hashed = nnx.Param(jax.random.randint(rngs.params(), (e.hashed, e.chosen), 0, e.count).astype(jnp.float32),
+                                axes=("vocab", None)) if e.hashed else None
         wide, narrow, width = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None), e.latent or c.width
         into = lambda: Kernels(rngs, (e.count, width, e.width), wide, STD, e.bias)
         self.gate = into() if c.gated else None
@@ -83,20 +87,27 @@ class Mixture(nnx.Module):
         self.down = Kernels(rngs, (e.count, e.width, width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
         self.latent_in = Linear(rngs, (c.width, width), ("embed", None), False) if e.latent else None
         self.latent_out = Linear(rngs, (width, c.width), (None, "embed"), False) if e.latent else None
-        self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
+        self.shared = MLP(c, rngs, e.shared, "shared_mlp", glu=e.glu) if e.shared else None
         self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
         self.expert_scale = nnx.Param(jnp.ones(e.count), axes=(None,)) if e.expert_scale else None
         norm = lambda: Norm(c.norm, (c.width,), ("embed",)) if e.branch_norms else None
         self.router_in, self.experts_in, self.shared_in, self.experts_out, self.shared_out = (norm() for _ in range(5))
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, tokens: Array | None = None) -> Array:
+        """Returns `f[B, W, D]`. `tokens` are the token ids `i32[B, W]` of the nodes with the inputs `x`; a mixture
+        whose experts are `hashed` takes them."""
         flat, normed = x.reshape(-1, x.shape[-1]), lambda norm, y: y if norm is None else norm(y)
         # In float32: the choice must not depend on rounding to the weights' dtype.
         logits = normed(self.router_in, flat).astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)
+        told = None
+        if self.hashed is not None:
+            if tokens is None:
+                raise ValueError("experts: got no token ids, by which experts are chosen (hashed)")
+            told = self.hashed[...][tokens.reshape(-1)].astype(jnp.int32)
         which, weights = route(logits * self.e.logit_scale, self.e,
-                               None if self.correction is None else self.correction[...])
+                               None if self.correction is None else self.correction[...], told)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[which]
         up, down = (part.kernel.get_value() for part in (self.up, self.down))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import LinearRule
+from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import RecurrentBlocks
 from decodax.models.rope import Rope
@@ -62,6 +63,8 @@ class Layer:
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
             the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
+        shared_key: attention with one head of keys that are the values, too. It takes a rope, a sliding window and
+            sinks; with a `Pooling` as `recurrent` and `beside`, queries also attend to pooled keys. None: see above.
         output_gate: multiplies the attention's output by the sigmoid of a projection of the layer's input, with one
             number for each of its "channels", or for each of its "heads" and without a bias; None: no gate.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
@@ -88,6 +91,7 @@ class Layer:
     mlp: int | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
+    shared_key: SharedKey | None = None
     output_gate: Literal["channels", "heads"] | None = None
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
@@ -99,6 +103,13 @@ class Layer:
                 self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
                              "(plain), and of the other options scale, experts and query_scale")
+        pools, plain = isinstance(self.recurrent, Pooling), dict(shared_key=None, rope=None, sliding=None, sinks=False)
+        if (pools and self.shared_key is None) or (self.shared_key is not None and (
+                self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
+                or pools != self.beside or dataclasses.replace(
+                    self, **plain, experts=None, recurrent=None, beside=False) != Layer())):
+            raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
+                             "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")

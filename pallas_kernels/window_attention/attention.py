@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from decodax.common.axes import DATA, MODEL, compute_capability, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.biases import Bias, FixedBias
+from decodax.pallas_kernels.window_attention.merging import merge, with_sinks
+from decodax.pallas_kernels.window_attention.pooled import Cached, PooledKeys
 from decodax.pallas_kernels.window_attention.reference import MASKED
 from decodax.pallas_kernels.window_attention.selection import TopKeys
 
@@ -70,27 +72,6 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                                 softcap=softcap, key_positions=key_positions, cached=cached,
                                 slot_positions=slot_positions, bias=bias, sinks=sinks, scales=scales, table=table,
                                 implementation=implementation)[0]
-
-
-def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Combines attention to several disjoint sets of keys into attention to all of them. Each part, and the result, is
-    a pair as `window_attention_lse` returns: output and logarithm of the softmax sum."""
-    return functools.reduce(_merge, parts)
-
-
-def with_sinks(part: tuple[Array, Array], sinks: Array) -> tuple[Array, Array]:
-    """Returns attention with sinks (see `window_attention`). `part` is attention to all keys without them: the output
-    and the logarithms of its softmax sums."""
-    out, lse = part
-    return merge(part, (jnp.zeros_like(out), jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)))
-
-
-def _merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    (a, x), (b, y) = one, other
-    top = jnp.maximum(x, y)
-    left, right = jnp.exp(x - top), jnp.exp(y - top)
-    total = left + right
-    return ((a * left[..., None] + b * right[..., None]) / total[..., None]).astype(a.dtype), top + jnp.log(total)
 
 
 def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
@@ -265,6 +246,11 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
                softcap: float | None, bias: Bias | None, implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
     B, W, H, _ = q.shape
+    if isinstance(bias, PooledKeys):
+        held = None if cache is None or not cache.shape[2] or (cached is not None and not cached.shape[1]) else (
+            cache, *_held(cache, table, length, cached, slot_positions), table)
+        parts = _pooled(q, k, mask, positions, positions if key_positions is None else key_positions, held, bias, scale)
+        return parts if sinks is None else with_sinks(parts, sinks)
     v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
     chooses = bias if isinstance(bias, TopKeys) else None
@@ -310,6 +296,25 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)
         out, lse = merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(scores, lse.shape)))
     return _unfolded(out.astype(dtype), W), _unfolded(lse, W)
+
+
+def _pooled(q: Array, k: Array, mask: Array, positions: Array, where: Array, cached: Cached | None, keys: PooledKeys,
+            scale: float) -> tuple[Array, Array]:
+    """Returns attention to the latest tokens and to pooled keys, as `PooledKeys` describes it, from queries
+    `f[B, W, H, d]`, the window's keys `f[B, K, 1, D]` at positions `where` (`i32[B, K]`), and the cache or None."""
+    B, W, H, d = q.shape
+    near, far = keys.parts(k, mask, where, cached)
+    found = [_attention(q, own, own[..., :0], seen, positions, None, None, where, None, None, None, None, None,
+                        scale=scale, sliding=sliding, softcap=None, bias=None, implementation="xla")
+             for own, seen, sliding in near]
+    for (cache, length, held, table), part, sliding, added in far:
+        bias = None if added is None else lambda k, at, added=added: jnp.broadcast_to(
+            added(k, at), (B, H, W, at.shape[2])).reshape(B, 1, -1, at.shape[2])
+        out, lse = reference.cache_attention(
+            _folded(q, 1), cache, length, _repeated(positions, H), held, None, table, scale=scale, value_width=d,
+            sliding=sliding, bias=bias, part=part)
+        found.append((_unfolded(out.astype(q.dtype), W), _unfolded(lse, W)))
+    return merge(*found)
 
 
 def _prefix(q: Array, positions: Array, cache: Array, length: Array, scales: Array | None, table: Array | None, *,

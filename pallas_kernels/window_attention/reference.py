@@ -69,7 +69,8 @@ class AttentionBlock(NamedTuple):
 def cache_attention(q: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None,
-                    bias: Callable[[Array, Array], Array] | None = None) -> tuple[Array, Array]:
+                    bias: Callable[[Array, Array], Array] | None = None,
+                    part: tuple[int, int] | None = None) -> tuple[Array, Array]:
     """Returns attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
@@ -86,6 +87,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         value_width: width of values, `e`.
         bias: maps keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, to numbers that are added to
             their scores, `f32[B, G, R, K]`.
+        part: first channel and number of the channels of a slot that are its key and its value; None: see `cache`.
 
     Returns:
         `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 for a query that attends to nothing.
@@ -104,7 +106,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     none = jnp.zeros((B, G, R, 1), jnp.float32)
     start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
     top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale,
-                            sliding=sliding, softcap=softcap, bias=bias)
+                            sliding=sliding, softcap=softcap, bias=bias, part=part)
     some = total != 0       # true for NaN, which must remain
     total = jnp.where(some, total, 1)
     return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
@@ -134,14 +136,14 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
-             length: Array, held: Array | None, table: Array | None) -> Array:
+             length: Array, held: Array | None, table: Array | None, part: tuple[int, int] | None = None) -> Array:
     """Loops over the blocks of slots of a cache, computes the products of queries and keys in each, and updates an
     array by them: `array = visit(block, array)`.
 
     Args:
         visit: returns the next array, `[..., S']`.
         start: returns the first array for a number of slots, which may be more than `S`.
-        q, cache, length, held, table: see `cache_attention`.
+        q, cache, length, held, table, part: see `cache_attention`.
 
     Returns:
         The last array, cut to `[..., S]`.
@@ -150,7 +152,7 @@ def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[i
     unit = _unit(cache, table)
     positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, None, table,
-                 scale=1.0, sliding=None, softcap=None)[..., :slots]
+                 scale=1.0, sliding=None, softcap=None, part=part)[..., :slots]
 
 
 def _unit(cache: Array, table: Array | None) -> int:
@@ -163,12 +165,12 @@ def _unit(cache: Array, table: Array | None) -> int:
 def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
-          bias: Callable[[Array, Array], Array] | None = None) -> Carry:
+          bias: Callable[[Array, Array], Array] | None = None, part: tuple[int, int] | None = None) -> Carry:
     """Visits the scores of block after block: `carry = visit(block, carry)`."""
     d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
     if table is None:
         slots = page
-        if slots > BLOCK and slots % BLOCK:
+        if slots > BLOCK and slots % BLOCK and part is None:
             raise ValueError(f"cache: got {slots} slots, takes at most {BLOCK} or a multiple of {BLOCK}")
     else:
         more = -table.shape[1] % (unit // page)
@@ -178,11 +180,14 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
 
     def read(x: Array, i: Array, block: int, axis: int) -> Array:
         """Returns block `i` of an array whose axis of slots is `axis`."""
+        if table is None and part is not None:
+            return lax.dynamic_slice(x, (0, 0, i * block, part[0]), (*x.shape[:2], block, part[1]))
         if table is None:
             return lax.dynamic_slice_in_dim(x, i * block, block, axis)
         numbers = lax.dynamic_slice_in_dim(table, i * (block // page), block // page, 1)
         pages = jnp.moveaxis(jnp.take(x, numbers, axis=0), 1, axis)
-        return pages.reshape(*pages.shape[:axis], block, *pages.shape[axis + 2:])
+        pages = pages.reshape(*pages.shape[:axis], block, *pages.shape[axis + 2:])
+        return pages if part is None else lax.slice_in_dim(pages, part[0], sum(part), axis=3)
 
     def walk(block: int, cache: Array, length: Array) -> Carry:
         def step(i: Array, carry: Carry) -> Carry:

@@ -28,8 +28,8 @@ class TopKeys:
     weights: Array
     count: int
 
-    def choose(self, k: Array, mask: Array, cached: tuple[Array, Array, Array | None, Array | None] | None
-               ) -> tuple[Array, Callable[[Array, Array], Array] | None]:
+    def choose(self, k: Array, mask: Array, cached: tuple[Array, Array, Array | None, Array | None] | None,
+               part: tuple[int, int] | None = None) -> tuple[Array, Callable[[Array, Array], Array] | None]:
         """Chooses among the window's keys and the cached ones together.
 
         Args:
@@ -37,6 +37,7 @@ class TopKeys:
             mask: `bool[B or 1, W, K]`, the keys that each query sees.
             cached: the cache, the number of its slots to read, the positions in visible slots and the table of pages,
                 as `reference.cache_attention` takes them; None: there is no cache.
+            part: see `reference.cache_attention`; the index keys.
 
         Returns:
             The mask of the chosen keys of the window, and a function from cached keys and their positions `i32[B or 1,
@@ -47,7 +48,7 @@ class TopKeys:
         near = self._weighed(jnp.einsum("bgqd,bgkd->bgqk", queries, k, preferred_element_type=jnp.float32))
         found = [jnp.where(mask, near, -jnp.inf)]
         if cached is not None:
-            found = [self._far(queries, *cached), *found]
+            found = [self._far(queries, *cached, part), *found]
         scores = jnp.concatenate(found, -1)
         S = scores.shape[-1] - near.shape[-1]
         if scores.shape[-1] > self.count:
@@ -69,7 +70,8 @@ class TopKeys:
         each = jnp.maximum(products, 0).reshape(B, N, W, -1)
         return jnp.einsum("biwk,bwi->bwk", each, self.weights)
 
-    def _far(self, queries: Array, cache: Array, length: Array, held: Array | None, table: Array | None) -> Array:
+    def _far(self, queries: Array, cache: Array, length: Array, held: Array | None, table: Array | None,
+             part: tuple[int, int] | None) -> Array:
         """Returns the index scores of cached keys, `f32[B, W, S]`; minus infinity for keys that are not visible."""
         B, W, _ = self.weights.shape
 
@@ -79,4 +81,4 @@ class TopKeys:
             return lax.dynamic_update_slice_in_dim(scores, own, x.at, 2)
 
         return reference.by_block(visit, lambda slots: jnp.full((B, W, slots), -jnp.inf), queries, cache, length, held,
-                                  table)
+                                  table, part)
