@@ -388,4 +388,4 @@ def stored_dtype(path: str, name: str) -> str:
     ('float32', 'bfloat16')
     """
     kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed")) or "_hc." in path
-    return "float32" if kept or path.startswith("streams.") and path.count(".") == 1 else name
+    return "float32" if kept or (path.startswith("streams.") and path.count(".") == 1) else name

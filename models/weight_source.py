@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
                       "_forward_module", "base_layer"})
 """Parts of names that torch.compile, DDP, FSDP, activation checkpoints, Lightning and peft add to the saved state of a

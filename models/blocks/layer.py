@@ -45,7 +45,6 @@ class DecoderLayer(nnx.Module):
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)
         self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
             MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
-        self.by_token = layer.experts is not None and layer.experts.hashed > 0
         self.mlp_out = norm(block in ("post", "sandwich") and feeds)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = LayerFactor(c.conditioned) if c.layer_scale else None
@@ -108,7 +107,9 @@ class DecoderLayer(nnx.Module):
         """Returns the output of the MLP, with its norms."""
         assert self.mlp is not None
         normed = optional(self.mlp_in, x)
-        return optional(self.mlp_out, self.mlp(normed, tables["inputs"]) if self.by_token else self.mlp(normed))
+        if isinstance(self.mlp, Mixture) and self.mlp.hashed is not None:
+            return optional(self.mlp_out, self.mlp(normed, tables["inputs"]))
+        return optional(self.mlp_out, self.mlp(normed))
 
     def _finished(self, index: int, x: Array, tables: dict[Any, Any], keep: bool | Array) -> Array:
         """Returns the residual stream with what follows the MLP, in rows that keep it."""

@@ -103,11 +103,12 @@ class Layer:
                 self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
                              "(plain), and of the other options scale, experts and query_scale")
-        pools, plain = isinstance(self.recurrent, Pooling), dict(shared_key=None, rope=None, sliding=None, sinks=False)
+        pools = isinstance(self.recurrent, Pooling)
         if (pools and self.shared_key is None) or (self.shared_key is not None and (
                 self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
-                or pools != self.beside or dataclasses.replace(
-                    self, **plain, experts=None, recurrent=None, beside=False) != Layer())):
+                or pools != self.beside or (self.recurrent is not None and not pools) or dataclasses.replace(
+                    self, shared_key=None, rope=None, sliding=None, sinks=False, experts=None, recurrent=None,
+                    beside=False) != Layer())):
             raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
                              "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(

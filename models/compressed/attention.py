@@ -128,5 +128,6 @@ class PoolPart(nnx.Module):
         if rule is not None and self.rope is not None:
             queries = self.index_q(narrow).reshape(*x.shape[:2], rule.heads, rule.width)
             weights = self.index_weigh(x).astype(jnp.float32) * (rule.heads * rule.width) ** -0.5
-            chooser = TopKeys(rotate_last(queries, *tables[self.rope], self.rope.interleaved), weights, rule.top)
+            cos, sin = tables[self.rope]
+            chooser = TopKeys(rotate_last(queries, cos, sin, self.rope.interleaved), weights, rule.top)
         return PooledKeys(self.c.head_dim, self.rule.every, self.sliding, chooser)

@@ -70,10 +70,10 @@ class PoolWalk:
         """Returns the keys that `run` describes. Tokens have projections `x`, `f[B, K, C]`, and positions `where`,
         `i32[B, K]`; nodes see those in `seen`, `bool[B, W, K]`. `most`: the maximum number of nodes of a row that end a
         group, with which the loop can be differentiated; None: not known."""
-        # Each device computes its own rows.
+        # Each device computes its own rows, as long as these need: a collective in the loop would wait for others.
         rows, rule = P(DATA), self.rule
         return shardwise(lambda *given: _means(rule, most, *given), (rows, rows, rows, rows, P()), rows, x, where, seen,
-                         self.positions, self.bias)
+                         self.positions, self.bias, whole=True)
 
 
 def _means(rule: Pooling, most: int | None, x: Array, where: Array, seen: Array, positions: Array, bias: Array

@@ -103,9 +103,9 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **granite.FAMILIES, **hybrids.FAMILIES,
-    **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
-    **state_spaces.FAMILIES,
+    **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES,
+    **granite.FAMILIES, **hybrids.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES,
+    **mixtures.FAMILIES, **qwen.FAMILIES, **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 

@@ -1,5 +1,5 @@
-"""DeepSeek V4 (DeepSeek-AI, 2026): one key head with pooled keys beside a sliding window, hyper-connections, and experts
-that are chosen by token ids in the first layers."""
+"""DeepSeek V4 (DeepSeek-AI, 2026): one key head with pooled keys beside a sliding window, hyper-connections, and
+experts that are chosen by token ids in the first layers."""
 
 from __future__ import annotations
 

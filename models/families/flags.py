@@ -55,7 +55,6 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "enable_moe_block": lambda d, value: any(layer.experts is not None for layer in d.layers),
     "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
-    "compress_rates": lambda d, value: any(layer.shared_key for layer in d.layers),
     "hc_mult": lambda d, value: isinstance(d.streams, HyperConnections) and d.streams.count == value,
     "index_topk": lambda d, value: all(_chosen(layer) in (None, value) for layer in d.layers) and any(
         layer.shared_key or _chosen(layer) for layer in d.layers),

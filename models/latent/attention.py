@@ -107,7 +107,8 @@ class LatentAttention(nnx.Module):
         """Rotates the last `rope.width` entries, if there is a rope."""
         if (rope := self.layer.rope) is None:
             return x
-        return rotate_last(x, *tables[rope], rope.interleaved)
+        cos, sin = tables[rope]
+        return rotate_last(x, cos, sin, rope.interleaved)
 
     def expand(self, key: Array) -> tuple[Array, Array]:
         """Returns the keys `f[B, K, H, head_dim]` and values `f[B, K, H, value_width]` of all heads, from latents with
