@@ -139,7 +139,12 @@ class Decoder(nnx.Module):
             positions: `i32[B, W]`.
             embeddings: `f[B, W, D]`, used in place of the token's embedding at the nodes in `which`.
             which: `bool[B, W]`.
+
+        Raises:
+            ValueError: there are embeddings, and experts are chosen by token ids.
         """
+        if embeddings is not None and self.c.hashed:
+            raise ValueError("inputs: got embeddings, takes tokens, by which this model chooses experts")
         x = embedded(self.embed.get_value(), tokens, self.dtype)
         if embeddings is not None and which is not None:
             x = jnp.where(which[..., None], embeddings.astype(x.dtype), x)

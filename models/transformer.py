@@ -213,11 +213,10 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart):
             raise ValueError(f"layers: {why}, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
-        if any(own.shared_key for own in self.config.layers):
-            raise ValueError("layers: they narrow the outputs of several heads together, so no head has a projection "
-                             "of its own")
-        if (more := self.config.values_of_key > 1) or self.config.echoed:
-            why = "value_heads: got more than kv_heads" if more else "layers: some repeat the attention of others"
+        several = {"value_heads: got more than kv_heads": self.config.values_of_key > 1,
+                   "layers: some repeat the attention of others": self.config.echoed,
+                   "layers: some narrow the outputs of heads": any(own.shared_key for own in self.config.layers)}
+        if (why := next((why for why, found in several.items() if found), None)) is not None:
             raise ValueError(f"{why}, so several matrices project the values of a head")
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
@@ -391,8 +390,6 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> tuple[Array, Ar
         own, here = given.at(window.positions)
         values, which = (own, here) if values is None or which is None else (
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
-    if values is not None and network.c.hashed:
-        raise ValueError("inputs: got embeddings, takes tokens, by which this model chooses experts")
     x = network.embedded(window.tokens, window.positions, values, which)
     if (canvas := conditioning.of(window, network)) is not None and network.conditioning is not None:
         x = network.conditioning(x, canvas)
