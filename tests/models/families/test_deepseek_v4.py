@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,8 @@ from decodax.models.compressed.pooling import pooled
 from decodax.models.families import read_config
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from tests.io.quantised.test_quantised_checkpoints import assert_same_weights
+from tests.io.quantised.writer import float8, mxfp4, write_safetensors
 from tests.models.tiny import CASES, COMMON, V4, build, saved, write
 
 CONFIG: dict[str, Any] = {"model_type": "deepseek_v4", **COMMON, **CASES["deepseek-v4"][1]}
@@ -77,6 +80,45 @@ def test_a_directory_is_written_in_the_released_layout(home: Path, tmp_path: Pat
         np.testing.assert_array_equal(x, wanted[name])
         assert x.dtype == wanted[name].dtype, name
     assert dx.load(tmp_path).model == lm.model
+
+
+@pytest.mark.wide
+def test_released_weights_in_8_and_4_bits_are_the_dequantised_ones(monkeypatch: pytest.MonkeyPatch,
+                                                                    tmp_path: Path) -> None:
+    """Blocks of 128 x 128 in FP8 with powers of two, experts in MXFP4, and parts of the attention that stay floats."""
+    wide = {**V4, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32, "head_dim": 64}
+    monkeypatch.setitem(CASES, "wide", ("deepseek_v4", wide, None))
+    saved("wide", tmp_path)
+    tensors = released(load_file(tmp_path / "model.safetensors"))
+    made, plain, kinds = dict(tensors), dict(tensors), set()
+    for name, x in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last != "weight" or x.ndim != 2 or re.search(r"compressor|weights_proj|gate|embed|head", name):
+            continue
+        if ".experts." in name:
+            codes, plain[name] = mxfp4(stem, x)
+            made[name] = codes[f"{stem}.weight_packed"].view(np.int8)
+            scale = codes[f"{stem}.weight_scale"]
+        else:
+            codes, plain[name] = float8(stem, x, (128, 128), "scale")
+            scale = np.log2(codes[f"{stem}.scale"]).round() + 127
+            made[name] = codes[f"{stem}.weight"]
+            plain[name] = made[name].astype(np.float32) * np.repeat(np.repeat(
+                2.0 ** (scale - 127), 128, 0)[:len(x)], 128, 1)[:, :x.shape[1]]
+        made[f"{stem}.scale"] = scale.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+        kinds.add(made[name].dtype.name)
+    assert kinds == {"int8", "float8_e4m3fn"}
+    entries = json.loads((tmp_path / "config.json").read_text())
+    save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
+    want = dx.load(tmp_path, dtype="float32").params
+    (tmp_path / "config.json").write_text(json.dumps({**entries, "expert_dtype": "fp4", "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128]}}))
+    write_safetensors(tmp_path / "model.safetensors", made)
+    found = dx.load(tmp_path, dtype="float32").params
+    assert_same_weights(found, want)
+    assert {type(flatten(found)[f"layers.1.{path}.kernel"]).__name__ for path in ("attn.q_a", "mlp.up")} == {
+        "Scaled", "Mxfp4Blocks"}
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(np.int64, 4), (np.int32, -1), (np.float32, 7)])
