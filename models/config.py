@@ -11,7 +11,7 @@ from decodax.common.struct import short
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
 from decodax.models.blocks.options import Layer
-from decodax.models.residual.options import LayerInputs, Streams
+from decodax.models.residual.options import HyperConnections, LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import ClippedSwiGLU
 
@@ -80,7 +80,8 @@ class DecoderConfig:
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
         layer_inputs: an embedding of its own of each token for every layer, or None.
-        streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
+        streams: several residual streams. `Streams` take `layer_inputs` and "sandwich" blocks, `HyperConnections` no
+            options of the residual stream and "pre" blocks. None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
         conditioned: True: the model fills a canvas after a causal text, and reads its last predictions there; the nodes
             of a canvas have factors of `layer_scale` of their own. See `decodax.models.residual.conditioning`.
@@ -127,7 +128,7 @@ class DecoderConfig:
     value_dim: int | None = None
     value_scale: float = 1.0
     layer_inputs: LayerInputs | None = None
-    streams: Streams | None = None
+    streams: Streams | HyperConnections | None = None
     layer_scale: bool = False
     conditioned: bool = False
     gate_scale: float = 1.0
@@ -172,8 +173,15 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
-        if self.streams is not None and (self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
+        if isinstance(self.streams, HyperConnections) and (self.layer_inputs is not None or self.layer_scale or (
+                self.block != "pre" or self.residual_scale != 1.0 or any(x.block or x.half for x in self.layers))):
+            raise ValueError("streams: hyper-connections take pre blocks with both halves, no layer_inputs, no "
+                             "layer_scale and no residual_scale")
+        if isinstance(self.streams, Streams) and (
+                self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
+        if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
+            raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -191,7 +199,7 @@ class DecoderConfig:
                                  f"multiple or a divisor of kv_heads = {self.kv_heads}")
             if self.value_heads is not None or self.attention_softcap is not None:
                 raise ValueError("index: takes no value_heads and no soft cap of the scores")
-        if _chosen_before(self.layers[0]):
+        if self.layers[0].chosen_before:
             raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
             for name in ("heads", "kv_heads", "head_dim", "mlp"):
@@ -203,7 +211,7 @@ class DecoderConfig:
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope
-                                                and _as_wide(self.layers[layer.reads], layer)
+                                                and layer.latents_like(self.layers[layer.reads])
                                                 and self.kv_shape(self.layers[layer.reads]) == self.kv_shape(layer)):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
                                  "of its own, the same rope, and heads of the same number and width")
@@ -260,6 +268,11 @@ class DecoderConfig:
         return (layer.head_dim or self.head_dim) if linear is None or linear.width is None else linear.width
 
     @property
+    def hashed(self) -> bool:
+        """True if the experts of some layers are chosen by token ids."""
+        return any(layer.experts is not None and layer.experts.hashed for layer in self.layers)
+
+    @property
     def latent(self) -> int:
         """Number of layers with multi-head latent attention: 0, or all layers with attention."""
         return sum(layer.latent is not None for layer in self.layers)
@@ -289,7 +302,7 @@ class DecoderConfig:
         those by which this layer and all that read its latents choose tokens; () without an indexer."""
         lead, found = 0, []
         for i, other in enumerate(self.layers):
-            lead = lead if _chosen_before(other) else i
+            lead = lead if other.chosen_before else i
             if layer in (i, other.reads) and other.latent is not None and other.latent.indexer is not None:
                 found.append(lead)
         return tuple(dict.fromkeys(found))
@@ -328,21 +341,8 @@ class DecoderConfig:
     @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
-        return any(layer.reads is not None or layer.echoes is not None or _chosen_before(layer)
+        return any(layer.reads is not None or layer.echoes is not None or layer.chosen_before
                    for layer in self.layers)
-
-
-def _as_wide(source: Layer, layer: Layer) -> bool:
-    """Returns True if both layers have latents, with index keys, of the same widths, or neither has any."""
-    if source.latent is None or layer.latent is None:
-        return source.latent is layer.latent
-    widths = [(x.rank, x.indexer and x.indexer.width) for x in (source.latent, layer.latent)]
-    return widths[0] == widths[1]
-
-
-def _chosen_before(layer: Layer) -> bool:
-    """Returns True for a layer that takes the choice of tokens of an earlier one."""
-    return layer.latent is not None and layer.latent.indexer is not None and layer.latent.indexer.shared
 
 
 def decoder_of(lm: Loaded, method: str) -> DecoderConfig:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from decodax.models.blocks.names import NAMES as BLOCKS
+from decodax.models.compressed.names import NAMES as DEEPSEEK_V4
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
@@ -176,7 +177,7 @@ FAMILY_NAMES = {
                  norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
-    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA | BLOCKS).items()},
+    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA | BLOCKS | DEEPSEEK_V4).items()},
 }
 """Names by `model_type`; other families have Llama's names."""
 
@@ -190,21 +191,6 @@ IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_mo
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
 Phi-4-multimodal has for prompts with these."""
-
-WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
-                      "_forward_module", "base_layer"})
-"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints, Lightning and peft add to the saved state of a
-model that they wrap."""
-
-
-def unwrapped(tensor: str) -> str:
-    """Returns a tensor's name without the parts that wrapper modules add.
-
-    >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
-    """
-    return ".".join(part for part in tensor.split(".") if part not in WRAPPERS)
-
 
 def sources(family: str, config: DecoderConfig, shapes: Weights,
             present: Collection[str] = ()) -> dict[str, WeightSource]:
@@ -226,7 +212,8 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
     parts = {group: heads[names.repeated[group]] for group in names.fused if group in names.repeated}
     if names.grouped:
         parts |= dict.fromkeys((group for group in names.fused if group[0].startswith("attn.")), config.kv_heads)
-    return {path: _source(path, names, sizes, parts) for path in sizes}
+    experts = max((layer.experts.count for layer in config.layers if layer.experts is not None), default=0)
+    return {path: _source(path, names, sizes, parts, experts) for path in sizes}
 
 
 def head_tensor(family: str, present: Collection[str]) -> str:
@@ -301,10 +288,10 @@ def names_of(family: str, present: Collection[str]) -> Names:
     return dataclasses.replace(names, stem=stem, head=f"{stem}{head}" if beside else head)
 
 
-def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: Mapping[tuple[str, ...], int]
-            ) -> WeightSource:
+def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: Mapping[tuple[str, ...], int],
+            experts: int) -> WeightSource:
     """Returns the source of one weight; `parts` is the number of parts of each fused tensor that are fused by
-    themselves."""
+    themselves, `experts` the number of experts of a mixture."""
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
         return WeightSource((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
@@ -328,7 +315,8 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
         own = names.extra.get(f"{inner}.{leaf}")
         if own is not None and not leaf.endswith("_taps"):
             more = (1,) * names.padded.get(f"{inner}.{leaf}", 0)
-            return WeightSource((f"{within}{own}",), False, None, (*more, *shape))
+            ids = experts if leaf == "hashed" else 0
+            return WeightSource((f"{within}{own}",), False, None, (*more, *shape), ids=ids)
         of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2 and own is None)     # a tensor of all experts
         if own is not None:
             name, transpose, inner = f"{within}{own}", True, f"{inner}.{leaf}"
@@ -388,10 +376,12 @@ def flatten(tree: Weights) -> dict[str, Any]:
 def stored_dtype(path: str, name: str) -> str:
     """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
 
-    A correction of experts' scores decides between nearly equal ones, and errors of a recurrence's decays and of rotary
-    frequencies add up. They stay float32, as in published files.
+    A correction of experts' scores decides between nearly equal ones, errors of a recurrence's decays, of rotary
+    frequencies and of the shares of hyper-connections add up, and a table of experts has whole numbers. They stay
+    float32, as in published files.
 
     >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
     ('float32', 'bfloat16')
     """
-    return "float32" if path.endswith((".correction", ".A_log", ".dt_bias", "rope_factors")) else name
+    kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors")) or "_hc." in path
+    return "float32" if kept or (path.startswith("streams.") and path.count(".") == 1) else name

@@ -142,6 +142,12 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array
     return jnp.concatenate([*turned, rest], axis=-1)
 
 
+def rotate_last(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
+    """Rotates the last `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the other entries do not change."""
+    plain = x.shape[-1] - 2 * cos.shape[-1]
+    return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin, interleaved)], -1)
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
     """Position interpolation: all frequencies divided by `factor` (Chen et al., 2023)."""

@@ -1,8 +1,7 @@
 """The router of a sparse mixture of experts: which experts compute a token, and with which weights.
 
-One function, `route`, has the options of all families (`Experts`), and some that no family here reads from a
-`config.json` yet: the score "sqrtsoftplus" and groups that count by their best score. A score for each expert comes
-from the router's logits; the best scores choose, after a learned correction that counts for the choice alone and a
+One function, `route`, has the options of all families (`Experts`). A score for each expert comes from the router's
+logits; the best scores choose, after a learned correction that counts for the choice alone and a
 choice of groups; the scores of the chosen are the weights, normalised and scaled.
 
 | family | score | correction | groups | weights |
@@ -15,6 +14,7 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
 | GPT-OSS | logits | no | no | softmax of the chosen |
+| DeepSeek V4 | sqrtsoftplus | yes, or a choice by token id (`hashed`) | no | divided by their sum, scaled |
 | Gemma 4 | softmax | no | no | divided by their sum, times a learned number of each expert |
 """
 
@@ -34,20 +34,22 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSwiGLU:
-    """The gated activation of GPT-OSS and MiniMax M3: `(up + 1) * gate * sigmoid(alpha * gate)`, with both projections
-    clipped.
+    """The gated activation of GPT-OSS, MiniMax M3 and DeepSeek V4: `(up + shift) * gate * sigmoid(alpha * gate)`, with
+    both projections clipped.
 
     Attributes:
         alpha: factor of the gate inside the sigmoid.
         limit: the gate is at most this; the other projection is within `[-limit, limit]`.
+        shift: added to the other projection.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
+    shift: float = 1.0
 
     def __call__(self, gate: Array, up: Array) -> Array:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
+        return (up + self.shift) * (gate * jax.nn.sigmoid(self.alpha * gate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Experts:
         eps: added to the sum by which weights are divided.
         latent: number of channels of the tokens that experts compute, which a projection makes of the model's channels
             and another one turns back; 0: the model's channels. The shared MLP has these in any case.
+        hashed: number of tokens of a table, with the chosen experts of each token, that takes the place of a choice by
+            scores (hash layers; Roller et al., 2021); 0: the scores choose.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
     """
 
@@ -107,6 +111,7 @@ class Experts:
     softcap: float = 0.0
     expert_scale: bool = False
     branch_norms: bool = False
+    hashed: int = 0
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "chosen", "width", "groups", "kept_groups")
@@ -121,19 +126,24 @@ class Experts:
                              f"takes at least the {self.chosen} chosen experts in those, and two in each")
         if self.score == "sparsemixer" and (self.chosen != 2 or self.normalise or self.groups > 1 or self.correction):
             raise ValueError("score: sparsemixer takes two chosen experts, without normalise, groups or a correction")
+        if self.hashed and (self.correction or self.groups > 1 or self.score == "sparsemixer"):
+            raise ValueError("hashed: takes no correction, no groups and another score than sparsemixer, since scores "
+                             "choose no experts")
         if self.shared_gate and not self.shared:
             raise ValueError("shared_gate: got True without a shared expert")
         if self.branch_norms and (not self.shared or self.shared_gate or self.where == "input"):
             raise ValueError("branch_norms: takes a shared expert without a gate, and weights of outputs")
 
 
-def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[Array, Array]:
+def route(logits: Array, e: Experts, correction: Array | None = None, which: Array | None = None
+          ) -> tuple[Array, Array]:
     """Returns the experts of each token and their weights.
 
     Args:
         logits: `f32[n, E]`, the router's logits.
         e: the mixture.
         correction: `f32[E]`, added to the scores for the choice; None: nothing.
+        which: `i32[n, k]`, the experts of each token, of which the weights alone are computed; None: the scores choose.
 
     Returns:
         `i32[n, k]`, the best score first and of equal ones the lower index, and `f32[n, k]`.
@@ -148,10 +158,9 @@ def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[A
     if e.score == "sparsemixer":
         return _sparsemixer(logits, e)
     scores = _scores(logits, e.score)
-    choice = scores if correction is None else scores + correction.astype(jnp.float32)
-    if e.groups > 1:
-        choice = _kept(choice, e)
-    which = lax.top_k(choice, e.chosen)[1]
+    if which is None:
+        choice = scores if correction is None else scores + correction.astype(jnp.float32)
+        which = lax.top_k(_kept(choice, e) if e.groups > 1 else choice, e.chosen)[1]
     weights = jnp.take_along_axis(scores, which, -1)
     if e.normalise:
         # The least divisor keeps sigmoids that are all zero from becoming NaN.

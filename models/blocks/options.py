@@ -11,6 +11,7 @@ from jax import Array
 
 from decodax.cache import LinearRule
 from decodax.common.arguments import check_counts
+from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import RecurrentBlocks
 from decodax.models.rope import Rope
@@ -111,6 +112,8 @@ class Layer:
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
             the rotated part of a head, or `Latent.plain`. With an indexer it takes neither, too, and the layer may read
             the latents of an earlier one (`reads`). None: keys and values for each head.
+        shared_key: attention with one head of keys that are the values, too. It takes a rope, a sliding window and
+            sinks; with a `Pooling` as `recurrent` and `beside`, queries also attend to pooled keys. None: see above.
         output_gate: multiplies the attention's output by a function of the layer's input; None: no gate.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
@@ -138,6 +141,7 @@ class Layer:
     mlp: int | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
+    shared_key: SharedKey | None = None
     output_gate: OutputGate | None = None
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
@@ -154,6 +158,14 @@ class Layer:
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
                              "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
                              "and with an indexer reads and no such width")
+        pools = isinstance(self.recurrent, Pooling)
+        if (pools and self.shared_key is None) or (self.shared_key is not None and (
+                self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
+                or pools != self.beside or (self.recurrent is not None and not pools) or dataclasses.replace(
+                    self, shared_key=None, rope=None, sliding=None, sinks=False, experts=None, recurrent=None,
+                    beside=False) != Layer())):
+            raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
+                             "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
@@ -180,3 +192,15 @@ class Layer:
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
+
+    @property
+    def chosen_before(self) -> bool:
+        """True if the layer takes the choice of tokens of an earlier one."""
+        return self.latent is not None and self.latent.indexer is not None and self.latent.indexer.shared
+
+    def latents_like(self, other: Layer) -> bool:
+        """Returns True if both layers have latents, with index keys, of the same widths, or neither has any."""
+        if self.latent is None or other.latent is None:
+            return self.latent is other.latent
+        one, two = ((x.rank, x.indexer and x.indexer.width) for x in (self.latent, other.latent))
+        return one == two

@@ -15,6 +15,7 @@ from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import MIXTURE
 from decodax.models.families import (
     deepseek,
+    deepseek_v4,
     gemma,
     gpt,
     gpt_oss,
@@ -105,9 +106,10 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **granite.FAMILIES, **hybrids.FAMILIES,
-    **laguna.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **minimax.FAMILIES,
-    **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES, **state_spaces.FAMILIES,
+    **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES,
+    **granite.FAMILIES, **hybrids.FAMILIES, **laguna.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES,
+    **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
+    **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 

@@ -38,7 +38,7 @@ from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.layers import STD, Linear, Norm, optional
 from decodax.models.packed import whole
-from decodax.models.rope import rotate
+from decodax.models.rope import rotate, rotate_last
 from decodax.pallas_kernels.window_attention import TopKeys, merge, window_attention_lse
 
 
@@ -136,8 +136,8 @@ class LatentAttention(nnx.Module):
         """Rotates the last `rope.width` entries, if there is a rope."""
         if (rope := self.layer.rope) is None:
             return x
-        plain, (cos, sin) = x.shape[-1] - rope.width, tables[rope]
-        return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin, rope.interleaved)], -1)
+        cos, sin = tables[rope]
+        return rotate_last(x, cos, sin, rope.interleaved)
 
     def expand(self, key: Array) -> tuple[Array, Array]:
         """Returns the keys `f[B, K, H, head_dim]` and values `f[B, K, H, value_width]` of all heads, from latents with

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from decodax.common.arguments import check_counts
+from decodax.models.compressed.options import Pooling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,5 +228,5 @@ class SelectiveScan:
         check_counts(self, "inner", "rank", "state", "conv")
 
 
-RecurrentBlocks = RgLru | GatedDelta | ShortConv | Ssd | SelectiveScan
+RecurrentBlocks = RgLru | GatedDelta | ShortConv | Ssd | SelectiveScan | Pooling
 """Options of any of the blocks."""

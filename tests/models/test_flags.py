@@ -27,6 +27,7 @@ WITHOUT_EFFECT_HERE = {
     "qwen3_moe": {"use_sliding_window"},
     "qwen2_moe": {"sliding_window", "max_window_layers", "decoder_sparse_step", "layer_types"},
     "smollm3": {"use_sliding_window", "no_rope_layer_interval", "layer_types"},
+    "deepseek_v4": {"compress_rope_theta", "partial_rotary_factor", "qk_rope_head_dim", "rope_theta"},
     "ernie4_5_moe": {"moe_layer_end_index", "moe_layer_interval"}, "exaone4": {"sliding_window_pattern"},
     "llama4_text": {"interleave_moe_layer_step", "no_rope_layer_interval"},
     # computed from the widths of the two parts of a head

@@ -68,6 +68,13 @@ LARGE = {**{key: value for key, value in MLA.items() if key != "q_lora_rank"}, *
          **rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0)}
 GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
                "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+V4 = {"num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 12, "moe_intermediate_size": 24,
+      "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "o_groups": 2, "o_lora_rank": 6,
+      "hc_mult": 3, "hc_sinkhorn_iters": 4, "compress_rates": {
+          "compressed_sparse_attention": 2, "heavily_compressed_attention": 5}, "index_n_heads": 16,
+      "index_head_dim": 12, "index_topk": 3, "swiglu_limit": 0.6, "num_hash_layers": 1, "num_hidden_layers": 4,
+      "intermediate_size": 24, "layer_types": ["sliding_attention", "compressed_sparse_attention",
+                                                 "heavily_compressed_attention", "compressed_sparse_attention"]}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
              "embedding_multiplier": 3.0, "mlp_multipliers": [0.9, 0.6], "attention_out_multiplier": 0.8,
              "attention_in_multiplier": 1.2, "ssm_multipliers": [0.4, 0.6, 0.7, 0.5, 0.9], "ssm_in_multiplier": 1.3,
@@ -230,6 +237,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                            "norm_topk_prob": False}, None),
     "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
     "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
+    "deepseek-v4": ("deepseek_v4", {**V4, **rope("yarn", factor=4.0, original_max_position_embeddings=16)}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
@@ -352,6 +360,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
         for name, buffer in model.named_buffers():
             if any(part in name for part in ("correction", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + ("layer_scalar" in name))
+            if "tid2eid" in name:
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, :buffer.shape[1]])
     return model
 
 

@@ -98,6 +98,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-v3.2": {**_DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128,
                       "index_n_heads": 64},
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4", "num_hidden_layers": 43,
+        "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65_536,
+                         "beta_fast": 32.0, "beta_slow": 1.0}},
     "kimi-k2": {**_DEEPSEEK, "model_type": "kimi_k2", "vocab_size": 163_840, "num_attention_heads": 64,
                 "num_key_value_heads": 64, "n_routed_experts": 384, "routed_scaling_factor": 2.827, "n_group": 1,
                 "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 131_072, "rope_theta": 50_000.0,
@@ -251,11 +255,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Llama 4 (Meta, 2025), Qwen3 (Yang et al., 2025), Qwen3-Next
 and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025)
 and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
-Team, 2025), Mistral Large 4 (Mistral AI, 2026) and Ling 3.0 Flash (inclusionAI, 2026), both as configured by
-transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2 and M3, Hy3,
-ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024),
-SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of
-GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+Team, 2025), DeepSeek V4 Flash (DeepSeek-AI, 2026), Mistral Large 4 (Mistral AI, 2026) and Ling 3.0 Flash (inclusionAI,
+2026), all three as configured by transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM
+Team, 2025), MiniMax-M2 and M3, Hy3, ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer, Mistral Small 3.2 and
+Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025),
+LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
 
 SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "llama-3-8b": ("v5e:2x4", (2, 4)), "llama-3-70b": ("v6e:2x4", (1, 8)), "qwen3-8b": ("v5e:2x4", (2, 4)),
@@ -263,8 +267,8 @@ SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "qwen3.5-9b": ("v5e:2x4", (2, 4)), "qwen3.5-35b-a3b": ("v5p:2x2x2", (4, 2)), "gemma-3-27b": ("v5e:2x4", (1, 8)),
     "gemma-4-e2b": ("v5e:2x4", (4, 2)), "gemma-4-31b": ("v6e:2x4", (2, 4)), "gemma-4-26b-a4b": ("v6e:2x4", (2, 4)),
     "gpt-oss-20b": ("v5e:2x4", (1, 8)), "gpt-oss-120b": ("v5p:2x2x2", (1, 8)), "deepseek-v3": ("v5p:4x4x4", (2, 8, 4)),
-    "deepseek-v3.2": ("v5p:4x4x4", (2, 8, 4)), "kimi-k2": ("v5p:4x4x4", (2, 8, 4)),
-    "mistral-large-4": ("v5p:4x4x4", (2, 8, 4)),
+    "deepseek-v3.2": ("v5p:4x4x4", (2, 8, 4)), "deepseek-v4-flash": ("v5p:2x2x2", (1, 8)),
+    "kimi-k2": ("v5p:4x4x4", (2, 8, 4)), "mistral-large-4": ("v5p:4x4x4", (2, 8, 4)),
     "glm-4.7-flash": ("v6e:2x4", (2, 4)), "glm-4.5-air": ("v5p:2x2x2", (1, 8)), "glm-4.6": ("v5p:2x4x4", (4, 8)),
     "minimax-m2": ("v5p:2x2x2", (1, 8)), "minimax-m3": ("v5p:2x4x4", (2, 4, 4)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
     "ernie-4.5-21b-a3b": ("v5e:2x4", (2, 4)), "mimo-v2-flash": ("v5p:2x2x2", (1, 8)),
