@@ -15,7 +15,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
-from decodax.algorithms.speculative.drafts.self.self_draft import conditional
+from decodax.algorithms.speculative.drafts.self.self_draft import whole_text
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import AttentionView
@@ -118,7 +118,7 @@ class CrossKVDraft(ReadsTargetKeys):
 
     def _known(self, s: State, cache: Cache) -> tuple[Any, int]:
         """Returns the cache that the cross-attention reads, and the layer in it. `cache` is the head's."""
-        return conditional(s), self.model.config.entries.index((self.head.layer, False))
+        return whole_text(s), self.model.config.entries.index((self.head.layer, False))
 
     def _run(self, params: Params, s: State, window: Window, cache: Cache, own: Any) -> HeadStep:
         """Runs the head on tokens. `cache` is the head's, and `own` the same or with the buffer of earlier nodes."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import Form
-from decodax.algorithms.speculative.drafts.self.self_draft import conditional, layered
+from decodax.algorithms.speculative.drafts.self.self_draft import layered, whole_text
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads.prompted.source import Prompted, PromptTokens
 from decodax.algorithms.speculative.source import Answer, Shape
@@ -57,7 +57,7 @@ class LookAheadEmbeddings(PromptTokens):
             embeddings=jnp.broadcast_to(jnp.pad(vectors, ((1, 0), (0, 0))), (s.batch, 1 + K, vectors.shape[1])),
             embedded=jnp.broadcast_to(np.arange(1 + K) > 0, (s.batch, 1 + K)))
         keep = (self.head.kept(self.model.depth),) if self.head.skip else ()
-        state = Prompted(self.model.apply(params.target, window, conditional(s), *keep).hidden)
+        state = Prompted(self.model.apply(params.target, window, whole_text(s), *keep).hidden)
         return super().start(params, s, state, room)
 
     proposes: ClassVar[frozenset[Form]] = frozenset()
