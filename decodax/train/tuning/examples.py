@@ -36,18 +36,24 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
         ValueError: no files, a model without a tokenizer or without a chat template for a chat, or a line that is no
             example; the message names it.
     """
-    if not files:
-        raise ValueError("data: got no files, takes one or more")
-    if lm.tokenizer is None:
-        raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
     end = lm.eos[:1]
     found: list[Example] = []
-    for prompt, target in (pair for file in files for pair in _pairs(file)):
+    for prompt, target in read_pairs(files, lm):
         given = [] if prompt is None else (
             lm.tokenizer.encode(prompt) if isinstance(prompt, str) else lm.tokenizer.encode_chat(prompt))
         own = lm.tokenizer.encode(target, add_special_tokens=prompt is None)
         found.append(Example((*given, *own, *end), len(given)))
     return found
+
+
+def read_pairs(files: Sequence[Path], lm: Any) -> list[tuple[str | list[dict[str, str]] | None, str]]:
+    """Returns the pairs of `read_examples` as texts: a prompt, which is a text, the messages of a chat, or None for a
+    text without one; and the text that is learned. Arguments and errors are those of `read_examples`."""
+    if not files:
+        raise ValueError("data: got no files, takes one or more")
+    if lm.tokenizer is None:
+        raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
+    return [pair for file in files for pair in _pairs(file)]
 
 
 def _pairs(file: Path) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
@@ -155,7 +161,7 @@ class ExampleBatches:
         return tuple(x[which] for x in self.arrays)
 
 
-__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples"]
+__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs"]
 
 
 def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:
