@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
 from decodax.algorithms.speculative.drafts.self.self_draft import whole_text
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
+from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft, CrossState
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
@@ -37,9 +36,9 @@ from decodax.models.drafters.mixture import MixtureHead
 
 
 @struct
-class MixtureState(Drafting):
-    """State of `MixtureDraft` within a round: the fields of `Drafting` (the head's cache, the buffer of the draft
-    tree's nodes, and their window indices), and one more.
+class MixtureState(CrossState):
+    """State of `MixtureDraft` within a round: the fields of `CrossState` (the head's cache, the buffer of the draft
+    tree's nodes, ...), and one more.
 
     Attributes:
         above: keys and values of the nodes in the target's last layers.
@@ -60,7 +59,11 @@ class MixtureDraft(CrossKVDraft):
     takes: ClassVar[tuple[type[DraftHead], str]] = MixtureHead, "one with a MixtureHead"
     defers: ClassVar[bool] = False      # it reads the entries of the target's cache
 
-    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
+    @property
+    def takes_gaps(self) -> bool:
+        return False
+
+    def start(self, params: Params, s: State, state: CrossState, room: int) -> tuple[CrossState, Answer]:     # type: ignore[override]
         state, answer = super().start(params, s, state, room)
         if not self.head.above:
             return state, answer
@@ -68,10 +71,10 @@ class MixtureDraft(CrossKVDraft):
         out = self._run_above(params, window, answer.hidden, whole_text(s))
         above = tree_buffer(whole_text(s), out.entries, 1 + room)
         above = above.append(out.entries, window.positions, jnp.zeros((), jnp.int32)).replace(base=None)
-        return (MixtureState(cache=state.cache, buffer=state.buffer, above=above),
+        return (MixtureState(cache=state.cache, buffer=state.buffer, skipped=state.skipped, above=above),
                 Answer(self._logits(params, out.hidden, 0), out.hidden))
 
-    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
+    def extend(self, params: Params, s: State, state: CrossState, level: Level) -> tuple[CrossState, Answer]:     # type: ignore[override]
         state, answer = super().extend(params, s, state, level)
         if not isinstance(state, MixtureState):
             return state, answer
