@@ -154,6 +154,7 @@ class Options:
     mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
                                "padding token; any-subset: if that ends texts, one that the data does not have)", None,
                                "drafter tune")
+    distill: float = _option("hamburger: weight of the KL divergence from the model before the training", 0.0, "tune")
     fork: str | None = _option("apar: name or id of the control token [Fork] (default: an unused one)", None, "tune")
     child: str | None = _option("apar: name or id of [Child] (default: an unused one)", None, "tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,

@@ -100,14 +100,6 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
     return Tuned(lm, options.objective in ("layerskip", "soft"))
 
 
-def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
-    """Returns the mask token of an any-subset model, which no text may have: `--mask`, the padding token, or if that
-    also begins or ends texts, an unused one."""
-    if options.mask is not None or lm.pad not in (*ends_of(lm), lm.bos):
-        return int(lm.pad if options.mask is None else options.mask)
-    return tuning.unused_tokens(lm, rows.tokens.ravel().tolist())[0]
-
-
 def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
     """Returns the loss."""
     network, dtype, span = lm.model, options.dtype, options.span or SPAN
@@ -126,7 +118,8 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
         case "s3d":
             return tuning.SkippyLoss(network, mask, span, options.skip, dtype=dtype)
         case "hamburger":
-            return tuning.HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP), dtype=dtype)
+            return tuning.HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP),
+                                        distill=options.distill, dtype=dtype)
         case "scheduled-sampling":
             return tuning.ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
         case "cllm":
@@ -134,7 +127,8 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
         case "nmst":
             return tuning.SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
         case "any-subset":
-            return tuning.AnySubsetLoss(network, mask_of(options, lm, rows), dtype=dtype)
+            return tuning.AnySubsetLoss(network, tuning.mask_token(lm, rows.tokens.ravel().tolist(), options.mask),
+                                        dtype=dtype)
         case "autodeco":
             return tuning.DecodingHeadsLoss(network, dtype)
     return WeightedAnswers(network, 0.0, dtype)
@@ -178,7 +172,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     objective, key = objective_of(options, lm, used), jax.random.key(options.seed)
     tuned = TunedBranches(lm, *control, (held, used)) if control else tuned_of(options, lm, objective, used, key)
     batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
-    frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if options.objective == "autodeco" else ()
+    needs = options.objective == "autodeco" or options.distill
+    frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if needs else ()
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
     if options.objective == "lud":
         sure = tuning.sure_tokens(lm, used, options.sure)
@@ -206,8 +201,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(run: TrainingRun) -> Any:
         now, step = jax.random.fold_in(key, run.step), jnp.int32(run.step)
         return {"layerskip": (now, step), "scheduled-sampling": (now, step), "msn": now,
-                "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen)
-                }.get(str(options.objective))
+                "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen),
+                "hamburger": frozen}.get(str(options.objective))
 
     def losses(params: Any) -> dict[str, float]:
         """Returns the held-out losses by their names."""

@@ -11,44 +11,15 @@ has them as `apar_fork_token` and `apar_child_token`, where `search="apar"` read
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import decodax as dx
-from decodax.train.tuning.examples import Example, read_examples, read_pairs
+from decodax.train.tuning.examples import Example, read_examples, read_pairs, unused_tokens
 
 MARKS = "\ue000", "\ue001"
 """Characters for private use that stand for the control tokens in texts, where a token need not have a text."""
-
-
-def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
-    """Returns `count` tokens of a model that texts do not have and that do not begin, end or pad a text.
-
-    Tokens that the tokenizer marks as special are taken first, such as those that are reserved; then ids for which it
-    has no text, which padded vocabularies have; then the last ones of the vocabulary.
-
-    Args:
-        lm: the model, with a tokenizer.
-        texts: the tokens of all texts.
-        count: number of tokens.
-
-    Raises:
-        ValueError: fewer are unused.
-    """
-    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
-    template = lm.tokenizer.special_tokens.values()
-    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
-    used = {*ends, lm.pad, lm.bos, *known, *texts}
-    free = [i for i in range(lm.vocab_size) if i not in used]
-    added = lm.tokenizer.backend.get_added_tokens_decoder()
-    special = [i for i in free if i in added and added[i].special]
-    without = [i for i in free if i >= len(lm.tokenizer)]
-    found = list(dict.fromkeys((*special, *without, *reversed(free))))[:count]
-    if len(found) < count:
-        raise ValueError(f"data: it has all tokens of the vocabulary but {len(found)}, takes {count} unused ones; give "
-                         "their ids")
-    return found
 
 
 def tokens_to_write(lm: Any, examples: Sequence[Example], fork: str | None, child: str | None) -> tuple[int, int]:
@@ -61,7 +32,8 @@ def tokens_to_write(lm: Any, examples: Sequence[Example], fork: str | None, chil
     texts = {token for example in examples for token in example.tokens}
     given = [int(x) if x is not None and x.isdecimal() else x for x in (fork, child)]
     named = {i for x in given if isinstance(x, str) for i in lm.tokenizer.encode(x, add_special_tokens=False)}
-    free = unused_tokens(lm, {*texts, *named, *given}, given.count(None))
+    named |= {x for x in given if isinstance(x, int)}
+    free = unused_tokens(lm, texts | named, given.count(None))
     found: tuple[int, int] = dx.search.branches.control_tokens(lm, *(free.pop(0) if x is None else x for x in given))
     for name, token in zip(("fork", "child"), found, strict=True):
         if token in texts:
@@ -106,4 +78,4 @@ def branching_examples(lm: Any, files: Sequence[Path], fork: int, child: int) ->
     return mains + details
 
 
-__all__ = ["branching_examples", "tokens_to_write", "unused_tokens"]
+__all__ = ["branching_examples", "tokens_to_write"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,36 @@ class ExampleBatches:
         return tuple(x[which] for x in self.arrays)
 
 
-__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs"]
+def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
+    """Returns `count` tokens of a model that texts do not have and that do not begin, end or pad a text.
+
+    Tokens that the tokenizer marks as special are taken first, such as those that are reserved; then ids for which it
+    has no text, which padded vocabularies have; then the last ones of the vocabulary.
+
+    Args:
+        lm: the model, with a tokenizer.
+        texts: the tokens of all texts.
+        count: number of tokens.
+
+    Raises:
+        ValueError: fewer are unused.
+    """
+    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
+    template = lm.tokenizer.special_tokens.values()
+    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
+    used = {*ends, lm.pad, lm.bos, *known, *texts}
+    free = [i for i in range(lm.vocab_size) if i not in used]
+    added = lm.tokenizer.backend.get_added_tokens_decoder()
+    special = [i for i in free if i in added and added[i].special]
+    without = [i for i in free if i >= len(lm.tokenizer)]
+    found = list(dict.fromkeys((*special, *without, *reversed(free))))[:count]
+    if len(found) < count:
+        raise ValueError(f"data: it has all tokens of the vocabulary but {len(found)}, takes {count} unused ones; give "
+                         "their ids")
+    return found
+
+
+__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs", "unused_tokens"]
 
 
 def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:

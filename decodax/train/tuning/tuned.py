@@ -162,7 +162,8 @@ class TunedGroups(Tuned):
 
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
         rows = ExampleRows(np.asarray(tokens), np.asarray(learned))
-        own = self.losses(params, tuple(map(jnp.asarray, grouped(self.lm, rows, self.objective.head.steps))), None)[1]
+        groups = tuple(map(jnp.asarray, grouped(self.lm, rows, self.objective.head.steps)))
+        own = self.losses(params, groups, self.lm.params)[1]
         return jnp.stack([super().measure(params[0], tokens, learned)[0], own["stop"], own["cross_entropy"]])
 
     def drafter(self, weights: Any) -> TrainedDrafter:
