@@ -32,7 +32,8 @@ SOURCES: dict[str, Any] = {
 ALONE = {"few tokens", "a ring", "choices", "fewer bits"}
 """Those beside which the target's cache changes."""
 PAIRS = [pair for pair in itertools.combinations(SOURCES, 2) if ALONE.intersection(pair)
-         and pair != ("fewer bits", "mixture-of-attentions")]       # which reads a dense cache alone
+         and pair not in (("searched layers", "fewer bits"), ("fewer bits", "mixture-of-attentions"))]
+# of which the first needs a cache that forgets the end of a text, and the last reads a dense one
 SHOWN = [("layers", "few tokens"), ("searched layers", "a ring"), ("layers", "fewer bits"), ("few tokens", "eagle-3"),
          ("few tokens", "mixture-of-attentions")]
 NEVER, ALWAYS = 1e6, 1.0

@@ -164,8 +164,7 @@ class ExampleBatches:
 def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
     """Returns `count` tokens of a model that texts do not have and that do not begin, end or pad a text.
 
-    Tokens that the tokenizer marks as special are taken first, such as those that are reserved; then ids for which it
-    has no text, which padded vocabularies have; then the last ones of the vocabulary.
+    They are the last ones of the vocabulary, where ids without a text and reserved tokens usually are.
 
     Args:
         lm: the model, with a tokenizer.
@@ -179,11 +178,7 @@ def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
     template = lm.tokenizer.special_tokens.values()
     known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
     used = {*ends, lm.pad, lm.bos, *known, *texts}
-    free = [i for i in range(lm.vocab_size) if i not in used]
-    added = lm.tokenizer.backend.get_added_tokens_decoder()
-    special = [i for i in free if i in added and added[i].special]
-    without = [i for i in free if i >= len(lm.tokenizer)]
-    found = list(dict.fromkeys((*special, *without, *reversed(free))))[:count]
+    found = [i for i in reversed(range(lm.vocab_size)) if i not in used][:count]
     if len(found) < count:
         raise ValueError(f"data: it has all tokens of the vocabulary but {len(found)}, takes {count} unused ones; give "
                          "their ids")
