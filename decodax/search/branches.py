@@ -253,8 +253,8 @@ def control_tokens(lm: Any, fork: int | str | None, child: int | str | None) -> 
     found = []
     for name, token in (("fork", fork), ("child", child)):
         if token is None and (token := lm.config_entries.get(f"apar_{name}_token")) is None:
-            raise ValueError(f"{name}: got None, and the model's config.json has no apar_{name}_token; takes the "
-                             "control token that the model was tuned to write")
+            raise ValueError(f"'apar' needs {name}=, the control token that the model was tuned to write: its "
+                             f"config.json has no apar_{name}_token")
         if isinstance(token, str):
             if lm.tokenizer is None:
                 raise ValueError(f"{name}: got {token!r}, but the model has no tokenizer; takes an id")
