@@ -3,7 +3,7 @@ RWKV-7 and RWKV-X."""
 
 from decodax.common.names import directory
 from decodax.models.arc_encoder import ArcEncoder
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.config import DecoderConfig, NormConfig, llama
 from decodax.models.cross_layer import cla, diffqkv, echo_att, yoco
 from decodax.models.decoder import Decoder
@@ -23,10 +23,10 @@ from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.models.transformer import Transformer
 
-__all__ = ["AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
-           "EncoderAudio", "EncoderDecoder", "EncoderDecoderConfig", "EncoderText", "Experts", "Images", "Layer",
-           "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd", "Rope", "Rwkv7", "Rwkv7Config",
-           "RwkvX", "RwkvXConfig", "Transformer", "cla", "diffqkv", "dual_chunk", "echo_att", "jrt", "linear",
-           "linear_weights", "linearized", "llama", "phd", "t5", "yoco"]
+__all__ = ["AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings", "EncoderAudio",
+           "EncoderDecoder", "EncoderDecoderConfig", "EncoderText", "Experts", "Images", "Layer", "Mamba", "Mamba2",
+           "Mamba2Config", "MambaConfig", "NormConfig", "OutputGate", "Phd", "Rope", "Rwkv7", "Rwkv7Config", "RwkvX",
+           "RwkvXConfig", "Transformer", "cla", "diffqkv", "dual_chunk", "echo_att", "jrt", "linear", "linear_weights",
+           "linearized", "llama", "phd", "t5", "yoco"]
 
 __dir__ = directory(__all__)

@@ -33,9 +33,10 @@ from safetensors.numpy import load_file, save_file
 from decodax.common.names import directory
 from decodax.models.adapter_config import checked
 from decodax.models.config import DecoderConfig
-from decodax.models.names import FAMILY_NAMES, IMAGES, LLAMA, Names, flatten, unwrapped
+from decodax.models.names import FAMILY_NAMES, IMAGES, LLAMA, Names, flatten
 from decodax.models.packed import Adapted, Packed
 from decodax.models.transformer import Transformer, Weights
+from decodax.models.weight_source import unwrapped
 
 __all__ = ["PARTS", "Adapter", "apply", "init", "merge", "read", "save", "stack"]
 

@@ -11,7 +11,7 @@ from decodax.common.struct import short
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
 from decodax.models.blocks.options import Layer
-from decodax.models.residual.options import LayerInputs, Streams
+from decodax.models.residual.options import HyperConnections, LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import ClippedSwiGLU
 
@@ -62,7 +62,8 @@ class DecoderConfig:
         twin_norms: the two branches of a "parallel" block have a norm each (GPT-NeoX, Falcon 40B).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
-        qk_norm_kind: options of that norm; None: those of `norm`.
+        qk_norm_kind, embed_norm_kind, out_norm_kind, last_norm_kind: options of that norm, of the norm of embeddings,
+            of those after attention and MLP, and of the one after the last layer; None: those of `norm`.
         qk_norm_after: True applies that norm after rotation.
         value_norm: norm of each head's values, with one scale for all heads if it has one; None: none.
         activation: activation function of the MLP.
@@ -79,11 +80,14 @@ class DecoderConfig:
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
         layer_inputs: an embedding of its own of each token for every layer, or None.
-        streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
+        streams: several residual streams. `Streams` take `layer_inputs` and "sandwich" blocks, `HyperConnections` no
+            options of the residual stream and "pre" blocks. None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
         conditioned: True: the model fills a canvas after a causal text, and reads its last predictions there; the nodes
             of a canvas have factors of `layer_scale` of their own. See `decodax.models.residual.conditioning`.
         gate_scale, mlp_scale: factors of the MLP's gate before its activation, and of the MLP's outputs.
+        rope_factors: number of learned numbers whose exponentials multiply the frequencies of all rotary embeddings,
+            one for each frequency; 0: none.
     """
 
     __repr__ = short
@@ -124,11 +128,15 @@ class DecoderConfig:
     value_dim: int | None = None
     value_scale: float = 1.0
     layer_inputs: LayerInputs | None = None
-    streams: Streams | None = None
+    streams: Streams | HyperConnections | None = None
     layer_scale: bool = False
     conditioned: bool = False
     gate_scale: float = 1.0
     mlp_scale: float = 1.0
+    rope_factors: int = 0
+    embed_norm_kind: NormConfig | None = None
+    out_norm_kind: NormConfig | None = None
+    last_norm_kind: NormConfig | None = None
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context")
@@ -140,10 +148,11 @@ class DecoderConfig:
                                              or self.heads % self.value_heads):
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
                              f"that divides heads = {self.heads}")
-        if (self.value_dim is not None or any(layer.kv_heads or layer.head_dim for layer in self.layers)) and (
+        if (self.value_dim is not None or any(
+                layer.heads or layer.kv_heads or layer.head_dim for layer in self.layers)) and (
                 self.echoed or self.stateful or self.value_heads is not None or self.qk_norm in ("full", "per_head")):
-            raise ValueError("value_dim, kv_heads or head_dim of a layer: take layers with attention weights of their "
-                             "own, no value_heads, and norms of queries and keys of single heads")
+            raise ValueError("value_dim, heads, kv_heads or head_dim of a layer: take layers with attention weights of "
+                             "their own, no value_heads, and norms of queries and keys of single heads")
         if any(layer.keys_as_values for layer in self.layers) and (
                 self.echoed or self.stateful or self.value_heads is not None or self.value_dim is not None):
             raise ValueError("keys_as_values: takes layers with attention weights of their own, no value_heads and no "
@@ -164,8 +173,15 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
-        if self.streams is not None and (self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
+        if isinstance(self.streams, HyperConnections) and (self.layer_inputs is not None or self.layer_scale or (
+                self.block != "pre" or self.residual_scale != 1.0 or any(x.block or x.half for x in self.layers))):
+            raise ValueError("streams: hyper-connections take pre blocks with both halves, no layer_inputs, no "
+                             "layer_scale and no residual_scale")
+        if isinstance(self.streams, Streams) and (
+                self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
+        if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
+            raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -183,18 +199,19 @@ class DecoderConfig:
                                  f"multiple or a divisor of kv_heads = {self.kv_heads}")
             if self.value_heads is not None or self.attention_softcap is not None:
                 raise ValueError("index: takes no value_heads and no soft cap of the scores")
-        if _chosen_before(self.layers[0]):
+        if self.layers[0].chosen_before:
             raise ValueError("indexer: got a shared one in layer 0, takes one of its own there")
         for i, layer in enumerate(self.layers):
-            for name in ("head_dim", "mlp"):
-                if (getattr(layer, name) or 1) < 1:
+            for name in ("heads", "kv_heads", "head_dim", "mlp"):
+                if getattr(layer, name) is not None and getattr(layer, name) < 1:
                     raise ValueError(f"{name}: got {getattr(layer, name)} for layer {i}, takes 1 or more, or None")
-            if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
-                raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
-                                 f"{self.heads}")
+            if self.query_heads(layer) % self.groups(layer):
+                raise ValueError(f"kv_heads: got {self.groups(layer)} for layer {i}, takes a divisor of heads = "
+                                 f"{self.query_heads(layer)}")
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope
+                                                and layer.latents_like(self.layers[layer.reads])
                                                 and self.kv_shape(self.layers[layer.reads]) == self.kv_shape(layer)):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
                                  "of its own, the same rope, and heads of the same number and width")
@@ -215,6 +232,10 @@ class DecoderConfig:
                 raise ValueError("linear: a width of its own cannot be combined with qk_norm")
             if layer.rope is not None and layer.rope.width > self.key_width(layer):
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.key_width(layer)}")
+            if self.rope_factors and layer.rope is not None and (
+                    layer.rope.width != 2 * self.rope_factors or layer.rope.chunks is not None):
+                raise ValueError(f"rope_factors: got {self.rope_factors}, takes half the width of every rope, "
+                                 f"{layer.rope.width}, without chunks")
             if layer.experts is not None and (self.mlp_bias or self.activation == "xielu"):
                 raise ValueError("experts: takes an MLP without biases, and an activation without parameters")
             if layer.experts is not None and not self.gated and (layer.experts.bias or layer.experts.glu is not None):
@@ -233,6 +254,10 @@ class DecoderConfig:
         """Returns the number of key/value heads of a layer, and the number of channels of each head's keys."""
         return self.groups(layer), self.key_width(layer)
 
+    def query_heads(self, layer: Layer) -> int:
+        """Returns the number of query heads of a layer."""
+        return self.heads if layer.heads is None else layer.heads
+
     def groups(self, layer: Layer) -> int:
         """Returns the number of key/value heads of a layer."""
         return self.kv_heads if layer.kv_heads is None else layer.kv_heads
@@ -241,6 +266,11 @@ class DecoderConfig:
         """Returns the number of channels of a head's queries and keys in a layer."""
         linear = layer.linear
         return (layer.head_dim or self.head_dim) if linear is None or linear.width is None else linear.width
+
+    @property
+    def hashed(self) -> bool:
+        """True if the experts of some layers are chosen by token ids."""
+        return any(layer.experts is not None and layer.experts.hashed for layer in self.layers)
 
     @property
     def latent(self) -> int:
@@ -266,6 +296,16 @@ class DecoderConfig:
         block."""
         return tuple((i, recurrent) for i in self.own for recurrent in (False, True)
                      if i in (self.recurrent if recurrent else (*self.attending, *self.summing)))
+
+    def index_keys(self, layer: int) -> tuple[int, ...]:
+        """Returns the indices of the layers whose index keys the cache stores with the latents of a layer in `own`:
+        those by which this layer and all that read its latents choose tokens; () without an indexer."""
+        lead, found = 0, []
+        for i, other in enumerate(self.layers):
+            lead = lead if other.chosen_before else i
+            if layer in (i, other.reads) and other.latent is not None and other.latent.indexer is not None:
+                found.append(lead)
+        return tuple(dict.fromkeys(found))
 
     @property
     def echoed(self) -> bool:
@@ -301,13 +341,8 @@ class DecoderConfig:
     @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
-        return any(layer.reads is not None or layer.echoes is not None or _chosen_before(layer)
+        return any(layer.reads is not None or layer.echoes is not None or layer.chosen_before
                    for layer in self.layers)
-
-
-def _chosen_before(layer: Layer) -> bool:
-    """Returns True for a layer that takes the choice of tokens of an earlier one."""
-    return layer.latent is not None and layer.latent.indexer is not None and layer.latent.indexer.shared
 
 
 def decoder_of(lm: Loaded, method: str) -> DecoderConfig:

@@ -19,6 +19,7 @@ from jax import Array
 from decodax.core.types import CanvasNodes, PartialForward
 from decodax.models.blocks.attention import Attend
 from decodax.models.blocks.layer import DecoderLayer, Keep
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.echoes import Echoes, Near
@@ -26,7 +27,9 @@ from decodax.models.images import Images
 from decodax.models.layers import Linear, Norm, optional, weight
 from decodax.models.packed import Packed, embedded, head, multiply, whole
 from decodax.models.residual.conditioning import SelfConditioning
+from decodax.models.residual.hyper_connections import HyperEnds
 from decodax.models.residual.layer_inputs import LayerInputTable
+from decodax.models.residual.options import HyperConnections
 from decodax.models.residual.streams import StreamEnds
 from decodax.models.rope import Rope
 
@@ -39,12 +42,14 @@ class Decoder(nnx.Module):
         self.embed = weight(rngs, (c.vocab, c.width), ("vocab", "embed"))
         rows = c.learned_positions + c.position_offset
         self.positions = weight(rngs, (rows, c.width), (None, "embed")) if c.learned_positions else None
-        self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
+        self.embed_norm = Norm(c.embed_norm_kind or c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
-        self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.norm = Norm(c.last_norm_kind or c.norm, (c.width,), ("embed",))
+        self.rope_factors = nnx.Param(jnp.zeros(c.rope_factors), axes=(None,)) if c.rope_factors else None
         self.conditioning = SelfConditioning(c, rngs) if c.conditioned else None
         self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
-        self.streams = StreamEnds(c, rngs) if c.streams is not None else None
+        self.streams = None if c.streams is None else HyperEnds(c, rngs) if isinstance(
+            c.streams, HyperConnections) else StreamEnds(c, rngs)
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
@@ -62,7 +67,7 @@ class Decoder(nnx.Module):
             begun: the first layers, if they have already run.
             near: attention among the given tokens alone, for layers that use the attention weights of others.
             images: the images in the rows; None: there are none.
-            inputs: those of all layers, from `LayerInputTable`, or None.
+            inputs: what layers take beside the residual stream, from the method `inputs`, or None.
             canvas: the nodes of a canvas for a network with self-conditioning; None: there are none.
             transfer: the nodes that are made of others at some layer; None: there are none.
 
@@ -88,7 +93,8 @@ class Decoder(nnx.Module):
                 attend = echoes = Echoes(self.c, attend, near)
             elif self.c.shared:
                 attend = self._sharing(attend)
-        elif len(self.c.entries) != len(self.c.layers) or any(layer.beside for layer in self.c.layers):
+        if not self.c.shared and (len(self.c.entries) != len(self.c.layers)
+                                  or any(layer.beside for layer in self.c.layers)):
             attend = self._numbered(attend)
         x = x if self.streams is None else self.streams.split(x)
         for i in range(len(states), len(self.c.layers)):
@@ -99,7 +105,9 @@ class Decoder(nnx.Module):
                 x = x + added[i].astype(x.dtype)
             if i in self.c.own:
                 entries += entry if self.c.layers[i].beside else [entry]
-            states.append(x if self.c.streams is None else x[:, :, self.c.streams.active])
+            elif (reads := self.c.layers[i].reads) is not None and self.c.layers[i].latent is not None:
+                entries[self.c.own.index(reads)] = entry        # now with the index keys of this layer
+            states.append(x if self.streams is None else self.streams.shown(x))
         if echoes is not None:
             entries = echoes.entries(entries)
         x = x if self.streams is None else self.streams.join(x)
@@ -113,9 +121,10 @@ class Decoder(nnx.Module):
 
         def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             reads = self.c.layers[layer].reads
-            if reads is None:
-                reads, made[layer] = layer, (k, v)
-            return attend(place[reads], q, *made[reads], **options)
+            source = layer if reads is None else reads
+            if k is not None:       # of its own, or latents of the other layer with index keys of its own
+                made[source] = k, v
+            return attend(place[source], q, *made[source], **options)
 
         return shared
 
@@ -134,7 +143,12 @@ class Decoder(nnx.Module):
             positions: `i32[B, W]`.
             embeddings: `f[B, W, D]`, used in place of the token's embedding at the nodes in `which`.
             which: `bool[B, W]`.
+
+        Raises:
+            ValueError: there are embeddings, and experts are chosen by token ids.
         """
+        if embeddings is not None and self.c.hashed:
+            raise ValueError("inputs: got embeddings, takes tokens, by which this model chooses experts")
         x = embedded(self.embed.get_value(), tokens, self.dtype)
         if embeddings is not None and which is not None:
             x = jnp.where(which[..., None], embeddings.astype(x.dtype), x)
@@ -146,8 +160,11 @@ class Decoder(nnx.Module):
         return optional(self.embed_norm, x)
 
     def inputs(self, tokens: Array, x: Array, which: Array | None = None) -> Array | None:
-        """Returns the per-layer embeddings of all layers, `f[B, W, L, d]`, for models that have them (Gemma 3n); else
-        None. For the arguments see `LayerInputTable.__call__`."""
+        """Returns the per-layer embeddings of all layers, `f[B, W, L, d]`, for models that have them (Gemma 3n); the
+        tokens `i32[B, W]` for models that choose experts by them; else None. For the arguments see
+        `LayerInputTable.__call__`."""
+        if self.c.hashed:
+            return tokens
         return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)
 
     def expected(self, probabilities: Array) -> Array:
@@ -173,12 +190,16 @@ class Decoder(nnx.Module):
     def tables(self, positions: Array, context: int | None, inputs: Array | None = None,
                images: Images | None = None) -> dict[Any, Any]:
         """Returns what layers look up at positions `i32[B, W]`: by each rotary embedding its cosine and sine, by each
-        query scale its factors, the positions under None, and under "inputs" the per-layer embeddings `inputs`.
-        `context`: see `Rope.table`."""
+        query scale its factors, the positions under None, and under "inputs" the result of `inputs`. A rope with the
+        number of tokens of a group gives cosine and sine at the group's first token. `context`: see `Rope.table`."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         table = Rope.table if images is None else images.table
-        return {rope: table(rope, positions, context) for rope in ropes} | {
+        factors = None if self.rope_factors is None else jnp.exp(self.rope_factors[...].astype(jnp.float32))
+        groups = {(layer.rope, layer.recurrent.every) for layer in self.c.layers
+                  if layer.rope is not None and isinstance(layer.recurrent, Pooling)}
+        return {rope: table(rope, positions, context, factors) for rope in ropes} | {
+            (rope, every): table(rope, positions // every * every, context, factors) for rope, every in groups} | {
             scale: scale.table(positions) for scale in scales} | {None: positions, "inputs": inputs, "canvas": None}
 
     def logits(self, hidden: Array) -> Array:

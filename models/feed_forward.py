@@ -77,6 +77,8 @@ class Mixture(nnx.Module):
         self.e, self.activation = e, c.activation
         self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
         self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
+        self.hashed = nnx.Param(jax.random.randint(rngs.params(), (e.hashed, e.chosen), 0, e.count).astype(jnp.float32),
+                                axes=("vocab", None)) if e.hashed else None
         wide, narrow, width = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None), e.latent or c.width
         into = lambda: Kernels(rngs, (e.count, width, e.width), wide, STD, e.bias)
         self.gate = into() if c.gated else None
@@ -90,14 +92,21 @@ class Mixture(nnx.Module):
         norm = lambda: Norm(c.norm, (c.width,), ("embed",)) if e.branch_norms else None
         self.router_in, self.experts_in, self.shared_in, self.experts_out, self.shared_out = (norm() for _ in range(5))
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, tokens: Array | None = None) -> Array:
+        """Returns `f[B, W, D]`. `tokens` are the token ids `i32[B, W]` of the nodes with the inputs `x`; a mixture
+        whose experts are `hashed` takes them."""
         flat, normed = x.reshape(-1, x.shape[-1]), lambda norm, y: y if norm is None else norm(y)
         # In float32: the choice must not depend on rounding to the weights' dtype.
         logits = normed(self.router_in, flat).astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)
+        told = None
+        if self.hashed is not None:
+            if tokens is None:
+                raise ValueError("experts: got no token ids, by which experts are chosen (hashed)")
+            told = self.hashed[...][tokens.reshape(-1)].astype(jnp.int32)
         which, weights = route(logits * self.e.logit_scale, self.e,
-                               None if self.correction is None else self.correction[...])
+                               None if self.correction is None else self.correction[...], told)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[which]
         up, down = (part.kernel.get_value() for part in (self.up, self.down))

@@ -80,12 +80,14 @@ _KEYS: dict[Kind, str] = {
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
           "linear_allow_neg_eigval moe_router_enable_expert_bias norm_head norm_softmax use_rmsnorm "
           "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
+          "moe_apply_router_weight_on_input swa_attention_sink_enabled moe_router_use_sigmoid "
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
-          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention",
+          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
-            "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config",
+            "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config main compress "
+            "compress_rates",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
             "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier",
@@ -93,13 +95,16 @@ _KEYS: dict[Kind, str] = {
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
               "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
-              "block_ffn_dim_multiplier",
-    NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
+              "block_ffn_dim_multiplier moe_routed_scaling_factor qk_scale_factor output_multiplier "
+              "compress_rope_theta",
+    NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon "
+                  "post_norm_eps moe_router_logit_softcapping hc_eps",
+    _number("a number below 0", lambda x: x < 0): "kda_lower_bound",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
             "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval encoder_layers "
-            "decoder_layers attn_layer_period expert_layer_period",
+            "decoder_layers attn_layer_period expert_layer_period layer_group_size",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts "
            "num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
@@ -108,9 +113,10 @@ _KEYS: dict[Kind, str] = {
            "decoder_attention_heads num_mel_bins top_k_experts num_global_key_value_heads global_head_dim "
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
-           "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim",
+           "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
+           "hc_mult hc_sinkhorn_iters o_groups",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
-           "mamba_d_ssm moe_latent_size",
+           "mamba_d_ssm moe_latent_size o_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "dense_intermediate_size expert_intermediate_size "
@@ -120,22 +126,27 @@ _KEYS: dict[Kind, str] = {
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
                "attention_chunk_size max_source_positions max_target_positions block_multiple_of "
-               "mamba_chunk_size index_block_size index_topk_blocks sparse_block_size sparse_topk_blocks",
+               "mamba_chunk_size index_block_size index_topk_blocks sparse_block_size sparse_topk_blocks "
+               "compress_rate_csa compress_rate_hca compressed_sparse_attention heavily_compressed_attention",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
            "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
            "moe_layer_num_skipped index_topk_freq index_skip_topk_offset "
            "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx index_local_blocks sparse_local_block "
-           "sparse_init_block",
+           "sparse_init_block num_hash_layers",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers sparse_attention_freq sparse_disable_index_value",
     _one_or_list(HEADS): "moe_topk",
     _one_or_list(INDEX): "num_shared_expert",
     _list(NOT_NEGATIVE, "numbers from 0"): "layer_rope_theta",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
+    _list(HEADS, "whole numbers from 1 to 65,536"): "num_attention_heads_per_layer",
+    Kind("true, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")): "gating",
+    _list(INDEX, "numbers of tokens, 0 for none"): "compress_ratios",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers "
+                                         "kv_source_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
-    _list(TEXT, "names"): "layers_block_type",
+    _list(TEXT, "names"): "layers_block_type gating_types",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
         "mamba_d_head mamba_dt_rank",
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
@@ -151,6 +162,7 @@ KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
 
 OWN = {("minimax_m3_vl_text", "moe_layer_freq"): _list(_whole(0, 1), "0 and 1"),
+       ("deepseek_v4", "layer_types"): _list(TEXT, "names"), ("deepseek_v4", "mlp_layer_types"): _list(TEXT, "names"),
        ("gemma3n_text", "intermediate_size"): _one_or_list(ENTRIES),
        ("hunyuan_v1_moe", "moe_intermediate_size"): _one_or_list(ENTRIES),
        **{("hunyuan_v1_moe", key): Kind("false", lambda x: x is False)
@@ -158,7 +170,8 @@ OWN = {("minimax_m3_vl_text", "moe_layer_freq"): _list(_whole(0, 1), "0 and 1"),
 """Kind of entries that differ in a family, by `model_type` and key."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
-          "dual_chunk_attention_config", "linear_attn_config", "sparse_attention_config")
+          "dual_chunk_attention_config", "linear_attn_config", "sparse_attention_config", "main", "compress",
+          "compress_rates")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:

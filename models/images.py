@@ -146,14 +146,15 @@ class Images(Embeddings):
             made |= dict(number=number, whole=end)
         return cls(**made)
 
-    def table(self, rope: Rope, positions: Array, context: int | None = None) -> tuple[Array, Array]:
+    def table(self, rope: Rope, positions: Array, context: int | None = None, factors: Array | None = None
+              ) -> tuple[Array, Array]:
         """Returns cosine and sine of a rotary embedding, as `Rope.table` does, at positions `i32[B, W]` of the text."""
         if self.places is None or self.offset is None:
-            return rope.table(positions, context)
+            return rope.table(positions, context, factors)
         T = self.places.shape[1]
         beyond = (positions + self.offset[:, None])[..., None]
         places = jnp.where((positions < T)[..., None], take(self.places, jnp.clip(positions, 0, T - 1)), beyond)
-        return dataclasses.replace(rope, axes=self.axes).table(places, context)
+        return dataclasses.replace(rope, axes=self.axes).table(places, context, factors)
 
     def after_layers(self, positions: Array) -> tuple[Array, ...]:
         """Returns the vectors `f[B, W, D]` that are added to the residual stream after each of the first layers

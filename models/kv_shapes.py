@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decodax.cache import KVLayer
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.echoes import value_width
 
@@ -11,7 +12,8 @@ def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
     """Returns the shape of the keys and values in the cache for each layer with softmax attention and keys of its own
     (`DecoderConfig.attending`), in order. `context` is the text length for which length-dependent rope scalings are
     set; None: the trained one."""
-    return [_latent(c, i) if c.layers[i].latent is not None else _by_head(c, i, context) for i in c.attending]
+    return [_latent(c, i) if c.layers[i].latent is not None else _shared(c, i) if c.layers[i].shared_key is not None
+            else _by_head(c, i, context) for i in c.attending]
 
 
 def _latent(c: DecoderConfig, i: int) -> KVLayer:
@@ -19,8 +21,18 @@ def _latent(c: DecoderConfig, i: int) -> KVLayer:
     takes the place of a bias."""
     latent, rope = c.layers[i].latent, c.layers[i].rope
     assert latent is not None
-    more = 0 if latent.indexer is None else latent.indexer.width
+    more = 0 if latent.indexer is None else latent.indexer.width * len(c.index_keys(i))
     return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0, chooses=more > 0)
+
+
+def _shared(c: DecoderConfig, i: int) -> KVLayer:
+    """Returns the shape of a layer with one head of keys that are the values, too, and with pooled keys and their index
+    keys beside. The choice among these takes the place of a bias, and has the sliding window inside."""
+    layer = c.layers[i]
+    pool = layer.recurrent if isinstance(layer.recurrent, Pooling) else None
+    width = c.head_dim if pool is None else c.head_dim + pool.made
+    return KVLayer(1, width, 0, queries=c.heads, sliding=layer.sliding if pool is None else None, bias=pool is not None,
+                   sinks=True, chooses=pool is not None)
 
 
 def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
@@ -28,7 +40,7 @@ def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
     wide = None if c.values_of_key == 1 and c.value_dim is None and not chooses else (
         c.value_width(layer) * c.values_of_key)
     more = 0 if layer.index is None else layer.index.width
-    return KVLayer(c.groups(layer), c.key_width(layer) + more, value_width(c, i, wide), queries=c.heads,
+    return KVLayer(c.groups(layer), c.key_width(layer) + more, value_width(c, i, wide), queries=c.query_heads(layer),
                    rope=layer.rope, context=context, sliding=layer.sliding, softcap=c.attention_softcap,
                    bias=layer.bias is not None or chooses or (
                        layer.rope is not None and layer.rope.chunks is not None),

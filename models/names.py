@@ -14,10 +14,11 @@ from typing import Any
 import jax
 
 from decodax.models.blocks.names import NAMES as BLOCKS
+from decodax.models.compressed.names import NAMES as DEEPSEEK_V4
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
 from decodax.models.packed import Adapted, Packed
-from decodax.models.recurrent.names import NAMES, SHARED_HALVES
+from decodax.models.recurrent.names import NAMES, SHARED_HALVES, STACKED
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights
@@ -58,7 +59,6 @@ class Names:
             those for the others.
         repeated: groups of `fused` whose parts are repeated for each head, and whose heads: "heads" or "key_heads".
         stacked: name of the tensor of all experts, by path, if a file has these in place of those of `experts`.
-        other: the end of a tensor's name, and fields that replace those above in a file that has such a tensor.
         further: prefixes of the tensors of layers that predict further tokens.
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
@@ -66,6 +66,7 @@ class Names:
         interleaved: the columns of the projections in a fused tensor of all experts alternate.
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
         outside: names of further tensors outside of layers, by the weight's path.
+        variants: ends of tensors' names that only some files have, each with the fields that differ in these.
         padded: number of first axes of length 1 that such tensors have in the file alone, by path inside a layer.
     """
 
@@ -84,7 +85,6 @@ class Names:
     grouped: bool = False
     repeated: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     stacked: dict[str, str] = dataclasses.field(default_factory=dict)
-    other: tuple[str, dict[str, Any]] | None = None
     further: tuple[str, ...] = ()
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
@@ -93,6 +93,7 @@ class Names:
     extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
     outside: dict[str, str] = dataclasses.field(default_factory=dict)
     padded: dict[str, int] = dataclasses.field(default_factory=dict)
+    variants: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -139,6 +140,11 @@ FAMILY_NAMES = {
     "hy_v3": Names({**LLAMA, "mlp.router": "mlp.router.gate", **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj"
                                                                 for part in ("gate", "up", "down")}},
                    correction="mlp.expert_bias"),
+    "laguna": Names({**LLAMA, "attn.gate": "self_attn.g_proj", **{
+        f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}, stacked=STACKED,
+        correction="mlp.experts.e_score_correction_bias",
+        variants=(("mlp.gate.e_score_correction_bias", {"correction": "mlp.gate.e_score_correction_bias"}),)),
+    "muse_glimmer_text": Names({**SANDWICH, "attn.gate": "self_attn.gate_proj"}),
     "mimo_v2_flash": Names(LLAMA, extra={"attn.sinks": "self_attn.attention_sink_bias"}),
     "ernie4_5_moe": Names(LLAMA, correction="mlp.moe_statics.e_score_correction_bias"),
     "gpt_neox": Names({**NEOX, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense"},
@@ -160,16 +166,6 @@ FAMILY_NAMES = {
     "nanochat": Names({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
     "apertus": Names({**LLAMA, "attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"}),
     "exaone4": Names(SANDWICH),
-    "recurrent_gemma": Names(
-        {**LLAMA, "attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
-         **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
-         **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
-         **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, norm="final_norm",
-        extra={"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
-               **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
-                   ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"),
-                   ("input_bias", "input_gate_bias"), ("decay_gate", "recurrent_gate_weight"),
-                   ("decay_bias", "recurrent_gate_bias"))}}),
     "hunyuan_v1_dense": Names(HUNYUAN),
     "hunyuan_v1_moe": Names({**HUNYUAN, "mlp.router": "mlp.gate.wg", **{
         f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")}}),
@@ -181,7 +177,7 @@ FAMILY_NAMES = {
                  norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
-    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA | BLOCKS).items()},
+    **{family: Names(**fields) for family, fields in (NAMES | GEMMA | MLA | BLOCKS | DEEPSEEK_V4).items()},
 }
 """Names by `model_type`; other families have Llama's names."""
 
@@ -189,25 +185,12 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
-                    r"|patch_merge_mlp|embed_vision|vision_embedder|audio_tower|embed_audio|embed_tokens_extend)\."
+                    r"|patch_merge_mlp|embed_vision|vision_embedder|vision_adapter|vision_projection|audio_tower"
+                    r"|embed_audio|embed_tokens_extend)\."
+                    r"|^(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
 Phi-4-multimodal has for prompts with these."""
-
-WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
-                      "_forward_module", "base_layer"})
-"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints, Lightning and peft add to the saved state of a
-model that they wrap."""
-
-
-def unwrapped(tensor: str) -> str:
-    """Returns a tensor's name without the parts that wrapper modules add.
-
-    >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
-    """
-    return ".".join(part for part in tensor.split(".") if part not in WRAPPERS)
-
 
 def sources(family: str, config: DecoderConfig, shapes: Weights,
             present: Collection[str] = ()) -> dict[str, WeightSource]:
@@ -229,7 +212,8 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
     parts = {group: heads[names.repeated[group]] for group in names.fused if group in names.repeated}
     if names.grouped:
         parts |= dict.fromkeys((group for group in names.fused if group[0].startswith("attn.")), config.kv_heads)
-    return {path: _source(path, names, sizes, parts) for path in sizes}
+    experts = max((layer.experts.count for layer in config.layers if layer.experts is not None), default=0)
+    return {path: _source(path, names, sizes, parts, experts) for path in sizes}
 
 
 def head_tensor(family: str, present: Collection[str]) -> str:
@@ -278,7 +262,8 @@ def embeddings(family: str) -> list[str]:
     """Returns the possible names of the embedding table, in files of a whole model, of a bare model and of multimodal
     models."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
-    return [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)]
+    found = (names, *(dataclasses.replace(names, **fields) for _, fields in names.variants))
+    return list(dict.fromkeys(f"{stem}{own.embed}.weight" for own in found for stem, _ in _stems(own)))
 
 
 def _stems(names: Names) -> list[tuple[str, str]]:
@@ -291,10 +276,10 @@ def names_of(family: str, present: Collection[str]) -> Names:
     """Returns the tensor names for a file that has the tensors `present`, which may be that of a bare model or of a
     larger model that contains it."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
+    for end, fields in names.variants:
+        names = dataclasses.replace(names, **fields) if any(tensor.endswith(end) for tensor in present) else names
     if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in present):
         names = dataclasses.replace(names, experts=names.stacked, fused=(*names.fused, GATE_UP))
-    if names.other is not None and any(tensor.endswith(names.other[0]) for tensor in present):
-        names = dataclasses.replace(names, **names.other[1])
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])
@@ -303,10 +288,10 @@ def names_of(family: str, present: Collection[str]) -> Names:
     return dataclasses.replace(names, stem=stem, head=f"{stem}{head}" if beside else head)
 
 
-def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: Mapping[tuple[str, ...], int]
-            ) -> WeightSource:
+def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: Mapping[tuple[str, ...], int],
+            experts: int) -> WeightSource:
     """Returns the source of one weight; `parts` is the number of parts of each fused tensor that are fused by
-    themselves."""
+    themselves, `experts` the number of experts of a mixture."""
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
         return WeightSource((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
@@ -330,7 +315,8 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
         own = names.extra.get(f"{inner}.{leaf}")
         if own is not None and not leaf.endswith("_taps"):
             more = (1,) * names.padded.get(f"{inner}.{leaf}", 0)
-            return WeightSource((f"{within}{own}",), False, None, (*more, *shape))
+            ids = experts if leaf == "hashed" else 0
+            return WeightSource((f"{within}{own}",), False, None, (*more, *shape), ids=ids)
         of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2 and own is None)     # a tensor of all experts
         if own is not None:
             name, transpose, inner = f"{within}{own}", True, f"{inner}.{leaf}"
@@ -390,10 +376,12 @@ def flatten(tree: Weights) -> dict[str, Any]:
 def stored_dtype(path: str, name: str) -> str:
     """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
 
-    A correction of experts' scores decides between nearly equal ones, and errors of a recurrence's decays add up. They
-    stay float32, as in published files.
+    A correction of experts' scores decides between nearly equal ones, errors of a recurrence's decays, of rotary
+    frequencies and of the shares of hyper-connections add up, and a table of experts has whole numbers. They stay
+    float32, as in published files.
 
     >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
     ('float32', 'bfloat16')
     """
-    return "float32" if path.endswith((".correction", ".A_log", ".dt_bias")) else name
+    kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors")) or "_hc." in path
+    return "float32" if kept or (path.startswith("streams.") and path.count(".") == 1) else name

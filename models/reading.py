@@ -127,6 +127,20 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
     return tuple(close if local(i) else far for i in range(count))
 
 
+def rotated_layers(c: Json) -> list[int]:
+    """Returns 1 for each layer that a `config.json` gives a rotary embedding, 0 for the others: as `no_rope_layers`
+    says, else all but every `no_rope_layer_interval`-th.
+
+    Raises:
+        ValueError: `no_rope_layers` has too few entries.
+    """
+    period, count = c.get("no_rope_layer_interval", 4), c["num_hidden_layers"]
+    found = c.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(count)]
+    if len(found) < count:
+        raise ValueError(f"no_rope_layers: got {len(found)} entries for num_hidden_layers = {count}")
+    return list(found[:count])
+
+
 def read_period(c: Json, default: int) -> int:
     """Returns the entry `sliding_window_pattern` of a `config.json`, `default` if there is none. If it is `n`, every
     `n`-th layer has no sliding window."""

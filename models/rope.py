@@ -97,13 +97,15 @@ class Rope:
         with np.errstate(all="ignore"):
             return scaling.scaled(self.width, self.theta, context)
 
-    def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
+    def table(self, positions: Array, context: int | None = None, factors: Array | None = None) -> tuple[Array, Array]:
         """Returns cosine and sine, `f32[B, W, 1, width / 2]`, at positions `i32[B, W]`, or `i32[B, W, 3]` with `axes`.
+        `factors`, `f32[width / 2]`, multiply the frequencies; None: they are as they are.
 
         Raises:
             ValueError: positions have one number, and there are `axes`.
         """
-        frequencies, factor = self._scaled(context)
+        fixed, factor = self._scaled(context)
+        frequencies = fixed if factors is None else fixed.astype(np.float32) * factors
         if self.axes is not None:
             if positions.ndim != 3 or self.chunks is not None:
                 raise ValueError("inputs: got images whose positions have three numbers (M-RoPE), which a cache that "
@@ -125,7 +127,7 @@ class Rope:
         return rotate(x, *_turn(by, self._scaled(self.chunks.size)[0]), self.interleaved)
 
 
-def _turn(by: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
+def _turn(by: Array, frequencies: np.ndarray | Array) -> tuple[Array, Array]:
     angles = by.astype(jnp.float32) * frequencies.astype(np.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -138,6 +140,12 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array
     a, b = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
     turned = [jnp.stack([a, b], -1).reshape(*x.shape[:-1], 2 * half)] if interleaved else [a, b]
     return jnp.concatenate([*turned, rest], axis=-1)
+
+
+def rotate_last(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
+    """Rotates the last `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the other entries do not change."""
+    plain = x.shape[-1] - 2 * cos.shape[-1]
+    return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin, interleaved)], -1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The router of a sparse mixture of experts: which experts compute a token, and with which weights.
 
-One function, `route`, has the options of all families (`Experts`), and some that no family here reads from a
-`config.json` yet: the score "sqrtsoftplus" and groups that count by their best score. A score for each expert comes
-from the router's logits; the best scores choose, after a learned correction that counts for the choice alone and a
+One function, `route`, has the options of all families (`Experts`). A score for each expert comes from the router's
+logits; the best scores choose, after a learned correction that counts for the choice alone and a
 choice of groups; the scores of the chosen are the weights, normalised and scaled.
 
 | family | score | correction | groups | weights |
@@ -10,11 +9,12 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Mixtral, Qwen 3 MoE, Granite MoE | softmax | no | no | divided by their sum |
 | Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
 | ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
-| MiniMax M2 and M3, Hy3, LFM2 | sigmoid | yes | no | divided by their sum, scaled |
+| MiniMax M2 and M3, Hy3, LFM2, Laguna | sigmoid | yes | no | divided by their sum, scaled |
 | GLM-4.5, DeepSeek V3 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
 | GPT-OSS | logits | no | no | softmax of the chosen |
+| DeepSeek V4 | sqrtsoftplus | yes, or a choice by token id (`hashed`) | no | divided by their sum, scaled |
 | Gemma 4 | softmax | no | no | divided by their sum, times a learned number of each expert |
 """
 
@@ -34,20 +34,22 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSwiGLU:
-    """The gated activation of GPT-OSS and MiniMax M3: `(up + 1) * gate * sigmoid(alpha * gate)`, with both projections
-    clipped.
+    """The gated activation of GPT-OSS, MiniMax M3 and DeepSeek V4: `(up + shift) * gate * sigmoid(alpha * gate)`, with
+    both projections clipped.
 
     Attributes:
         alpha: factor of the gate inside the sigmoid.
         limit: the gate is at most this; the other projection is within `[-limit, limit]`.
+        shift: added to the other projection.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
+    shift: float = 1.0
 
     def __call__(self, gate: Array, up: Array) -> Array:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
+        return (up + self.shift) * (gate * jax.nn.sigmoid(self.alpha * gate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Experts:
         bias: True adds biases to the router and to the experts' projections.
         glu: the gated activation of the experts; None: the model's activation of the gate, times the other projection.
         logit_scale: factor of the router's logits.
+        softcap: bound of the router's logits `x`, which become `softcap * tanh(x / softcap)`; 0: no bound.
         expert_scale: True multiplies the weight of an expert, after `normalise`, by a learned number of that expert.
         branch_norms: True: the router, the chosen experts and the shared MLP each read the residual stream through a
             norm of their own, in place of one norm for all, and the experts' sum and the shared MLP's output each pass
@@ -81,6 +84,8 @@ class Experts:
         eps: added to the sum by which weights are divided.
         latent: number of channels of the tokens that experts compute, which a projection makes of the model's channels
             and another one turns back; 0: the model's channels. The shared MLP has these in any case.
+        hashed: number of tokens of a table, with the chosen experts of each token, that takes the place of a choice by
+            scores (hash layers; Roller et al., 2021); 0: the scores choose.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
     """
 
@@ -103,8 +108,10 @@ class Experts:
     latent: int = 0
     jitter: float = 0.01
     logit_scale: float = 1.0
+    softcap: float = 0.0
     expert_scale: bool = False
     branch_norms: bool = False
+    hashed: int = 0
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "chosen", "width", "groups", "kept_groups")
@@ -119,19 +126,24 @@ class Experts:
                              f"takes at least the {self.chosen} chosen experts in those, and two in each")
         if self.score == "sparsemixer" and (self.chosen != 2 or self.normalise or self.groups > 1 or self.correction):
             raise ValueError("score: sparsemixer takes two chosen experts, without normalise, groups or a correction")
+        if self.hashed and (self.correction or self.groups > 1 or self.score == "sparsemixer"):
+            raise ValueError("hashed: takes no correction, no groups and another score than sparsemixer, since scores "
+                             "choose no experts")
         if self.shared_gate and not self.shared:
             raise ValueError("shared_gate: got True without a shared expert")
         if self.branch_norms and (not self.shared or self.shared_gate or self.where == "input"):
             raise ValueError("branch_norms: takes a shared expert without a gate, and weights of outputs")
 
 
-def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[Array, Array]:
+def route(logits: Array, e: Experts, correction: Array | None = None, which: Array | None = None
+          ) -> tuple[Array, Array]:
     """Returns the experts of each token and their weights.
 
     Args:
         logits: `f32[n, E]`, the router's logits.
         e: the mixture.
         correction: `f32[E]`, added to the scores for the choice; None: nothing.
+        which: `i32[n, k]`, the experts of each token, of which the weights alone are computed; None: the scores choose.
 
     Returns:
         `i32[n, k]`, the best score first and of equal ones the lower index, and `f32[n, k]`.
@@ -141,13 +153,14 @@ def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[A
     ([[1, 2]], [0.667, 0.333])
     """
     logits = logits.astype(jnp.float32)
+    if e.softcap:
+        logits = e.softcap * jnp.tanh(logits / e.softcap)
     if e.score == "sparsemixer":
         return _sparsemixer(logits, e)
     scores = _scores(logits, e.score)
-    choice = scores if correction is None else scores + correction.astype(jnp.float32)
-    if e.groups > 1:
-        choice = _kept(choice, e)
-    which = lax.top_k(choice, e.chosen)[1]
+    if which is None:
+        choice = scores if correction is None else scores + correction.astype(jnp.float32)
+        which = lax.top_k(_kept(choice, e) if e.groups > 1 else choice, e.chosen)[1]
     weights = jnp.take_along_axis(scores, which, -1)
     if e.normalise:
         # The least divisor keeps sigmoids that are all zero from becoming NaN.

@@ -28,10 +28,12 @@ def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh,
     # Heads are sharded whole: their number must divide, not their total width.
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
     rows = 0 if config.layer_inputs is None else config.layer_inputs.rows
-    units = {"heads": config.heads, "mlp": math.gcd(config.mlp, *(layer.mlp or 0 for layer in config.layers)),
+    units = {"heads": math.gcd(*map(config.query_heads, config.layers)),
+             "mlp": math.gcd(config.mlp, *(layer.mlp or 0 for layer in config.layers)),
              "vocab": math.gcd(config.vocab, rows),
              "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers)),
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
+             "out_groups": math.gcd(*(layer.shared_key.groups for layer in config.layers if layer.shared_key)),
              "shared_mlp": math.gcd(*(e.shared for e in experts)),
              **{name: math.gcd(*(getattr(layer.recurrent, what) for layer in config.layers
                                  if isinstance(layer.recurrent, kind))) for name, (kind, what) in RECURRENT.items()}}

@@ -213,13 +213,15 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart):
             raise ValueError(f"layers: {why}, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
-        if (more := self.config.values_of_key > 1) or self.config.echoed:
-            why = "value_heads: got more than kv_heads" if more else "layers: some repeat the attention of others"
-            raise ValueError(f"{why}, so several matrices project the values of a head")
-        kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
-        if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
-            kernel = kernel.kernel          # a cache uses one rule for all rows
-        return whole(kernel, jnp.float32).reshape(self.config.heads, -1, self.config.width)
+        c, index = self.config, self.config.attending[layer]
+        several = {"value_heads: got more than kv_heads": c.values_of_key > 1,
+                   "layers: some repeat the attention of others": c.echoed,
+                   "layers: some narrow the outputs of heads": any(own.shared_key for own in c.layers)}
+        if why := [why for why, found in several.items() if found]:
+            raise ValueError(f"{why[0]}, so several matrices project the values of a head")
+        kernel = params["layers"][str(index)]["attn"]["o"]["kernel"]
+        kernel = kernel.kernel if isinstance(kernel, Adapted) and kernel.a.ndim == 3 else kernel  # one for all rows
+        return whole(kernel, jnp.float32).reshape(c.query_heads(c.layers[index]), -1, c.width)
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params, self.dtype)

@@ -9,6 +9,20 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
+                      "_forward_module", "base_layer"})
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints, Lightning and peft add to the saved state of a
+model that they wrap."""
+
+
+def unwrapped(tensor: str) -> str:
+    """Returns a tensor's name without the parts that wrapper modules add.
+
+    >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return ".".join(part for part in tensor.split(".") if part not in WRAPPERS)
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightSource:
@@ -20,6 +34,8 @@ class WeightSource:
         part: the weight is columns of the tensor (after transposing); None: all of them.
         full: shape of the tensor in the file (of each, if several are stacked).
         leading: True if the tensor has an axis of experts before those that `transpose` is about.
+        ids: number of things that the entries number, which may be whole numbers in the file; 0: they are no numbers of
+            things.
     """
 
     tensors: tuple[str, ...]
@@ -27,6 +43,7 @@ class WeightSource:
     part: Columns | None
     full: tuple[int, ...]
     leading: bool = False
+    ids: int = 0
 
     def turned(self, x: Any) -> Any:
         """Converts between the tensor of the file and the weight, in either direction: swaps the last two axes if

@@ -119,6 +119,20 @@ class LinearRecurrent(Sized, DraftBase):
         return jax.tree.map(lambda ring, x: _latest(ring, self.length, x, window.key_positions, window.visible(),
                                                     window.positions), self.rings[layer], x)
 
+    def history(self, layer: int, x: PyTree, window: Window | AttentionView) -> tuple[PyTree, Array, Array]:
+        """Returns the inputs of the last `R` tokens of the text and of all nodes, a pytree of arrays `f[B, R + K,
+        ...]`, their positions `i32[B, R + K]`, negative before the text, and which of them each node of the window
+        sees, `bool[B, W, R + K]`. `x` and `window` are those of `before`."""
+        if window.before is not None:
+            x = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], 1), window.before.inputs, x)
+        ring = self.rings[layer]
+        (B, R), W = jax.tree.leaves(ring)[0].shape[:2], window.positions.shape[1]
+        where = self.length[:, None] - R + jnp.arange(R, dtype=jnp.int32)
+        seen = jnp.broadcast_to(window.visible(), (B, W, window.key_positions.shape[1]))
+        return (jax.tree.map(lambda ring, x: jnp.concatenate([ring.astype(x.dtype), x], 1), ring, x),
+                jnp.concatenate([where, window.key_positions], 1),
+                jnp.concatenate([jnp.ones((B, W, R), bool), seen], 2))
+
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: PyTree,
               window: Window | AttentionView, *,
               chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
@@ -209,6 +223,10 @@ class LinearTreeBuffer(Draftable):
         `LinearRecurrent.before`."""
         return self.base.before(layer, x, self._view(layer, window))
 
+    def history(self, layer: int, x: PyTree, window: Window) -> tuple[PyTree, Array, Array]:
+        """Returns the inputs that nodes see, some of them in this buffer; see `LinearRecurrent.history`."""
+        return self.base.history(layer, x, self._view(layer, window))
+
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: PyTree, window: Window, *,
               chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
         """Runs the recurrence over a window whose nodes may have ancestors in this buffer; see
@@ -231,13 +249,12 @@ def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array,
     or else from the ring, which ends before position `length`.
     """
     R = ring.shape[1]
-    found = []
-    for back in range(R, 0, -1):
-        place = at - back
-        here = seen & (positions[:, None] == place[..., None])
-        old = take(ring, jnp.clip(place - length[:, None] + R, 0, R - 1))
-        found.append(jnp.where(_over(here.any(-1), old), take(x, jnp.argmax(here, -1)), old.astype(x.dtype)))
-    return jnp.stack(found, 2) if R else jnp.zeros((*at.shape, 0, *x.shape[2:]), x.dtype)
+    if not R:
+        return jnp.zeros((*at.shape, 0, *x.shape[2:]), x.dtype)
+    place = at[..., None] - jnp.arange(R, 0, -1, dtype=at.dtype)
+    here = seen[:, :, None] & (positions[:, None, None] == place[..., None])
+    old = take(ring, jnp.clip(place - length[:, None, None] + R, 0, R - 1))
+    return jnp.where(_over(here.any(-1), old), take(x, jnp.argmax(here, -1)), old.astype(x.dtype))
 
 
 def _parts(decay: Array) -> Array:

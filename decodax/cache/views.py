@@ -17,7 +17,7 @@ from decodax.cache.dense import dense
 from decodax.cache.wrapper import Combined
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
-from decodax.core.capabilities import Draftable, draft_view, tree_buffer
+from decodax.core.capabilities import Draftable, draft_view, without_views
 
 
 @struct
@@ -31,6 +31,13 @@ class ViewedEntry(Struct):
 
     base: PyTree
     small: PyTree
+
+
+def whole_entry(entry: PyTree) -> PyTree:
+    """Returns a layer's entry in the full cache, from one of a cache with or without views."""
+    while isinstance(entry, ViewedEntry):
+        entry = entry.base
+    return entry
 
 
 @struct
@@ -51,7 +58,10 @@ class Viewed(Combined):
     kind: Any = static()
 
     def draft_view(self, kind: Any = None) -> Cache:
-        return self.small if kind in (None, self.kind) else draft_view(self.base, kind)
+        return self.small if kind == self.kind else draft_view(self.base, kind)
+
+    def without_views(self) -> Cache:       # type: ignore[override]
+        return without_views(self.base)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
@@ -63,7 +73,7 @@ class Viewed(Combined):
                             small=self.small.commit([entry.small for entry in entries], slots))
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return tree_buffer(self.small, [entry.small for entry in entries], room)
+        raise ValueError("cache: drafts attend to one of several caches (`draft_view`, `without_views`)")
 
 
 @dataclasses.dataclass(frozen=True)

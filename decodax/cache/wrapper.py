@@ -125,6 +125,9 @@ class Combined(PromptInPart, WholePrompt, LimitsWindow, Refreshes, Truncates, Dr
 
         return self.each(new)
 
+    def without_views(self) -> Self:
+        return self.each(capabilities.without_views)
+
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return TreeBuffer.empty(self, entries, room)
 

@@ -165,6 +165,10 @@ class DraftBase(Cache):
         """
         raise _no_view(self, kind)
 
+    def without_views(self) -> Cache:
+        """Returns the cache of the whole text, without second caches for drafts beside it."""
+        return self
+
 
 class Draftable(Struct, abc.ABC):
     """A cache (`base`) with a buffer for the nodes of a draft tree. Nodes are added level by level, and the accepted
@@ -300,6 +304,12 @@ def draft_view(cache: Any, kind: Any = None) -> Cache:
     if not isinstance(cache, DraftBase):
         raise _no_view(cache, kind)
     return cache.draft_view(kind)
+
+
+def without_views(cache: Any) -> Cache:
+    """Returns the cache of the whole text, without second caches for drafts beside it (`DraftBase.without_views`); by
+    default `cache` itself."""
+    return cache.without_views() if isinstance(cache, DraftBase) else cache
 
 
 def _no_view(cache: Any, kind: Any) -> ValueError:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.io import huge_pages
-from decodax.io.files import ALIGNMENT, DTYPES, Files
+from decodax.io.files import ALIGNMENT, DTYPES, CheckpointError, Files
 from decodax.models.weight_source import WeightSource, shape_of
 
 CHUNK = 1 << 20
@@ -104,6 +104,9 @@ class ArrayReader:
         else:
             for _ in self._pool.map(lambda job: job(), jobs):
                 pass
+        if source.ids and found.size and not ((found >= 0) & (found < source.ids)).all():
+            raise CheckpointError(f"{self.files.home[source.tensors[0]]}: tensor {source.tensors[0]}: got numbers from "
+                                  f"{found.min():g} to {found.max():g}, takes 0 to {source.ids - 1}")
         return found
 
     def _mapped(self, source: WeightSource, shape: tuple[int, ...], dtype: np.dtype, turned: bool) -> np.ndarray | None:

@@ -309,6 +309,7 @@ def check_tensors(where: dict[str, WeightSource], files: Files, spare: set[str],
     """Checks that every tensor that the weights need exists with the right shape and dtype, and that there are no other
     tensors except `spare` and those that match `ignored`."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
+    numbers = {tensor for source in where.values() for tensor in source.tensors if source.ids}
     missing = [tensor for tensor in wanted if tensor not in files.home]
     left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
                   if not any(pattern.search(tensor) for pattern in ignored))
@@ -321,9 +322,10 @@ def check_tensors(where: dict[str, WeightSource], files: Files, spare: set[str],
         if found != shape:
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} has shape {found}, the configuration "
                                   f"requires {shape}")
-        if files.slice(tensor).get_dtype() not in DTYPES:
+        takes = (*DTYPES, "I32", "I64") if tensor in numbers else DTYPES
+        if files.slice(tensor).get_dtype() not in takes:
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor}: got {files.slice(tensor).get_dtype()}, "
-                                  f"takes {', '.join(DTYPES)}")
+                                  f"takes {', '.join(takes)}")
     if left:
         raise CheckpointError(f"{files.home[left[0]]}: holds {named_tensors(left)}, which the configuration does not "
                               "describe")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from decodax.models.names import unwrapped
+from decodax.models.weight_source import unwrapped
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

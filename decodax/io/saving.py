@@ -68,6 +68,7 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     tensors: dict[str, np.ndarray] = {}
     for path, source in sources(family_of(entries), model.config, model.abstract_params()).items():
         value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(stored_dtype(path, name)))
+        value = value.astype(np.int64) if source.ids else value
         if value.ndim > len(source.full):
             tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
                         for tensor, row in zip(source.tensors, value, strict=True)}

@@ -49,7 +49,7 @@ class Loader(ArrayReader):
             packing: the format in which it is packed; None: an array.
             table: True for an embedding table, `[outputs, inputs]`.
         """
-        stored = DTYPES[self.files.slice(source.tensors[0]).get_dtype()]
+        stored = DTYPES.get(self.files.slice(source.tensors[0]).get_dtype(), "float32")
         here = isinstance(place, SingleDeviceSharding) and platform() == "cpu"
         blocks = self._blocks if here else None
         if here and isinstance(packing, Floats) and packing.dtype in (stored, "float32"):

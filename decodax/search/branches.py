@@ -88,7 +88,8 @@ class Thread:
                    "a tuned model forks its own text, and all branches are written at once")
 @dataclasses.dataclass(frozen=True)
 class APAR(Explorer):
-    """Auto-parallel auto-regressive decoding (Liu et al., 2024). The model must have been tuned for it (`to_apar`).
+    """Auto-parallel auto-regressive decoding (Liu et al., 2024). The model must have been tuned for it (`to_apar`,
+    `decodax.train.tuning.apar`).
 
     Where a thread generates `[Fork]`, a second thread begins with the same text and an appended `[Child]`. The child
     generates a detail, while its parent generates the text that follows the detail; neither attends to the other. All
@@ -104,16 +105,18 @@ class APAR(Explorer):
     key and the length of its text, so that its text does not depend on rounds, rows or the algorithm.
 
     Attributes:
-        fork: the control token `[Fork]`, by id or by name (`"[SplitMask]"` in the published models).
-        child: the control token `[Child]`, by id or by name (`"[SplitSop]"` in the published models).
+        fork: the control token `[Fork]`, by id or by name (`"[SplitMask]"` in the published models); None:
+            `apar_fork_token` in the model's `config.json`, which `scripts/train.py tune --objective apar` writes.
+        child: the control token `[Child]`, by id or by name (`"[SplitSop]"` in the published models); None:
+            `apar_child_token` in `config.json`.
         threads: maximum number of simultaneous threads of a prompt.
         depth: maximum nesting depth of threads, the main one included.
         newlines: True repairs line breaks where texts are joined, as the authors' code does: two before the text after
             a child, and one before a child whose introduction has a number with a dot.
     """
 
-    fork: TokenId | str
-    child: TokenId | str
+    fork: TokenId | str | None = None
+    child: TokenId | str | None = None
     threads: Count = 8
     depth: Count = 2
     newlines: bool = False
@@ -236,19 +239,22 @@ def _reader(forks: Forks) -> Callable[[Thread, int, list[int], bool], Any]:
     return read
 
 
-def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int]:
+def control_tokens(lm: Any, fork: int | str | None, child: int | str | None) -> tuple[int, int]:
     """Returns the ids of the control tokens of APAR.
 
     Args:
         lm: the model.
-        fork: `[Fork]`, as an id or a name.
-        child: `[Child]`, as an id or a name.
+        fork: `[Fork]`, as an id or a name; None: `apar_fork_token` in the model's `config.json`.
+        child: `[Child]`, as an id or a name; None: `apar_child_token` there.
 
     Raises:
-        ValueError: a name is not a single token of the model, or both ids are the same.
+        ValueError: None, and the model says none; a name is not a single token of the model, or both ids are the same.
     """
     found = []
     for name, token in (("fork", fork), ("child", child)):
+        if token is None and (token := lm.config_entries.get(f"apar_{name}_token")) is None:
+            raise ValueError(f"'apar' needs {name}=, the control token that the model was tuned to write: its "
+                             f"config.json has no apar_{name}_token")
         if isinstance(token, str):
             if lm.tokenizer is None:
                 raise ValueError(f"{name}: got {token!r}, but the model has no tokenizer; takes an id")

@@ -90,8 +90,9 @@ def _checked(lm: Any, kv_heads: int) -> DecoderConfig:
     if not isinstance(kv_heads, int) or kv_heads < 1 or config.kv_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads!r}, takes a divisor of the {config.kv_heads} that there are")
     if config.qk_norm is not None or config.value_norm is not None or config.values_of_key > 1 or (
-            config.value_dim is not None) or any(layer.sinks or layer.kv_heads or layer.head_dim or layer.keys_as_values
-                                                 for layer in config.layers):
+            config.value_dim is not None) or any(
+            layer.sinks or layer.heads or layer.kv_heads or layer.head_dim or layer.keys_as_values
+            for layer in config.layers):
         raise ValueError("lm: got a model with norms of queries, keys or values, with sinks of its attention scores, "
                          "with more heads of values than of keys, or with heads that differ; takes one without")
     for layer in lm.params["layers"].values():

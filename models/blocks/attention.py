@@ -45,27 +45,27 @@ class Attention(nnx.Module):
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c, self.layer = c, layer
-        width, own, rule = c.key_width(layer), layer.reads is None, layer.linear
+        width, own, rule, gate = c.key_width(layer), layer.reads is None, layer.linear, layer.output_gate
         attends, has_keys = layer.echoes is None, own and layer.echoes is None
-        groups = c.groups(layer)
+        groups, heads = c.groups(layer), c.query_heads(layer)
         keys, values, wide = groups * width, groups * c.value_width(layer) * c.values_of_key, c.value_width(layer)
         into = lambda out, axis: Linear(rngs, (c.width, out), ("embed", axis), c.qkv_bias)
-        self.q = into(c.heads * width, "heads") if attends else None
+        self.q = into(heads * width, "heads") if attends else None
         self.k = into(keys, "kv_heads") if has_keys else None
         self.v = into(values, "kv_heads") if own and not layer.keys_as_values else None
-        self.o = Linear(rngs, (c.heads * wide, c.width), ("heads", "embed"), c.out_bias,
+        self.o = Linear(rngs, (heads * wide, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
-        self.gate = None if layer.output_gate is None else into(c.heads * wide, "heads") if (
-            layer.output_gate == "channels") else Linear(rngs, (c.width, c.heads), ("embed", "heads"), False)
-        self.q_norm = head_norm(c, c.heads, width, "heads") if attends and layer.qk_norm else None
+        self.gate = None if gate is None else Linear(
+            rngs, (c.width, heads if gate.each == "heads" else heads * wide), ("embed", "heads"), gate.bias)
+        self.q_norm = head_norm(c, heads, width, "heads") if attends and layer.qk_norm else None
         self.k_norm = head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
         self.v_norm = Norm(c.value_norm, (wide,), (None,)) if own and c.value_norm is not None else None
         self.index = None if layer.index is None else BlockIndexer(c, layer, rngs)
-        self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
+        self.sinks = nnx.Param(jnp.zeros(heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
             self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
-            self.taps = nnx.Param(jnp.zeros((c.heads, rule.taps)), axes=("heads", None)) if rule.taps else None
+            self.taps = nnx.Param(jnp.zeros((heads, rule.taps)), axes=("heads", None)) if rule.taps else None
             self.encoder_k = into(keys, "kv_heads") if rule.prefix else None
             self.encoder_v = into(values, "kv_heads") if rule.prefix else None
 
@@ -128,9 +128,9 @@ class Attention(nnx.Module):
             # Each query head takes its own value head out of the wide head.
             out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)
             out = jnp.einsum("bwgrmre->bwgrme", out)
-        if self.gate is not None:
+        if self.gate is not None and self.layer.output_gate is not None:
             # One number for each channel, or for all channels of a head.
-            gate = jax.nn.sigmoid(self.gate(x)).reshape(*x.shape[:2], c.heads, -1)
+            gate = self.layer.output_gate(self.gate(x)).reshape(*x.shape[:2], c.query_heads(self.layer), -1)
             out = out.reshape(*gate.shape[:3], -1) * gate
         return self.o(out.reshape(*x.shape[:2], -1)), entry
 

@@ -11,12 +11,15 @@ from jax import Array
 
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.options import Layer
+from decodax.models.compressed.attention import SharedKeyAttention
 from decodax.models.config import DecoderConfig
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import Norm, kept, optional
 from decodax.models.recurrent.blocks import Block, recurrent_block
+from decodax.models.residual.hyper_connections import HyperConnection
 from decodax.models.residual.layer_inputs import LayerFactor, LayerInput
+from decodax.models.residual.options import HyperConnections, Streams
 from decodax.models.residual.streams import LowRankPath, StreamMixer
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -31,24 +34,31 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
-        norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
+        norm = lambda present, kind=c.norm: Norm(kind, (c.width,), ("embed",)) if present else None
+        after = c.out_norm_kind or c.norm
         block, attends, feeds = layer.block or c.block, layer.half != "mlp", layer.half != "attention"
         self.attn_in = norm(block != "post" and attends)
         self.attn = self._mixer(layer, rngs) if attends else None
-        self.beside = recurrent_block(c, layer.recurrent, rngs) if layer.beside and layer.recurrent else None
-        self.attn_out = norm(block in ("post", "sandwich") and attends)
+        self.beside = recurrent_block(c, layer.recurrent, rngs) if (
+            layer.beside and layer.recurrent and layer.shared_key is None) else None
+        self.attn_out = norm(block in ("post", "sandwich") and attends, after)
         apart = layer.experts is not None and layer.experts.branch_norms
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)
         self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
             MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
-        self.mlp_out = norm(block in ("post", "sandwich") and feeds)
+        self.mlp_out = norm(block in ("post", "sandwich") and feeds, after)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = LayerFactor(c.conditioned) if c.layer_scale else None
-        self.streams = StreamMixer(c, rngs) if c.streams is not None else None
-        self.low_rank = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
+        several = isinstance(c.streams, Streams)
+        self.streams = StreamMixer(c, rngs) if several else None
+        self.low_rank = LowRankPath(c, rngs, c.streams.rank) if isinstance(c.streams, Streams) else None
+        hyper = lambda: HyperConnection(c, rngs) if isinstance(c.streams, HyperConnections) else None
+        self.attn_hc, self.mlp_hc = hyper(), hyper()
 
-    def _mixer(self, layer: Layer, rngs: nnx.Rngs) -> Attention | LatentAttention | Block:
+    def _mixer(self, layer: Layer, rngs: nnx.Rngs) -> Attention | LatentAttention | SharedKeyAttention | Block:
         """Returns the layer's attention, or the block in its place."""
+        if layer.shared_key is not None:
+            return SharedKeyAttention(self.c, layer, rngs)
         if layer.latent is not None:
             return LatentAttention(self.c, layer, rngs)
         if layer.recurrent is None or layer.beside:
@@ -66,6 +76,11 @@ class DecoderLayer(nnx.Module):
             x = self.streams.corrected(x, active)
             more = self.inputs(self.streams.scaled(x), tables["inputs"][:, :, index])
             return x.at[:, :, 1:].add(more[:, :, None]), entry
+        if self.attn_hc is not None and self.mlp_hc is not None:
+            active, after = self.attn_hc(x)
+            branch, entry = self._attention(index, optional(self.attn_in, active), tables, attend, True)
+            active, onward = self.mlp_hc(after(branch))
+            return onward(self._fed(active, tables)), entry
         x, entry = self._block(index, x, tables, attend, keep)
         return self._finished(index, x, tables, keep[:, 1] if isinstance(keep, Array) else keep[1]), entry
 
@@ -87,8 +102,15 @@ class DecoderLayer(nnx.Module):
             x = (x + self.low_rank(normed)) * 2 ** -0.5
         if mlp is None:
             return x, entry
-        inside = lambda x: optional(self.mlp_out, mlp(optional(self.mlp_in, x)))
-        return x + scale * kept(inside, x, keeps[1]), entry
+        return x + scale * kept(lambda x: self._fed(x, tables), x, keeps[1]), entry
+
+    def _fed(self, x: Array, tables: dict[Any, Any]) -> Array:
+        """Returns the output of the MLP, with its norms."""
+        assert self.mlp is not None
+        normed = optional(self.mlp_in, x)
+        if isinstance(self.mlp, Mixture) and self.mlp.hashed is not None:
+            return optional(self.mlp_out, self.mlp(normed, tables["inputs"]))
+        return optional(self.mlp_out, self.mlp(normed))
 
     def _finished(self, index: int, x: Array, tables: dict[Any, Any], keep: bool | Array) -> Array:
         """Returns the residual stream with what follows the MLP, in rows that keep it."""

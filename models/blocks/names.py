@@ -26,7 +26,7 @@ M3: dict[str, Any] = {
               **dict.fromkeys(SHARED_HALVES, "mlp.shared_experts.gate_up_proj"),
               "mlp.shared.down": "mlp.shared_experts.down_proj",
               **{part: f"self_attn.indexer.{name}" for part, name in INDEX.items()}},
-    "experts": STACKED, "fused": (("mlp.gate", "mlp.up"), SHARED_HALVES), "other": (CORRECTION, RELEASED),
+    "experts": STACKED, "fused": (("mlp.gate", "mlp.up"), SHARED_HALVES), "variants": ((CORRECTION, RELEASED),),
     "further": ("mtp.", "model.mtp.", "language_model.mtp.", "language_model.model.mtp.")}
 """Names of its language model alone."""
 

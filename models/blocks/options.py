@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import LinearRule
 from decodax.common.arguments import check_counts
+from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import RecurrentBlocks
 from decodax.models.rope import Rope
@@ -60,6 +62,27 @@ class BlockIndex:
 
 
 @dataclasses.dataclass(frozen=True)
+class OutputGate:
+    """A factor of the attention's output, computed from the layer's input by a projection and an activation.
+
+    Attributes:
+        each: "channels": a number for each channel of each head; "heads": one for all channels of a head.
+        activation: "sigmoid" (Qwen3-Next, LFM3) or "softplus" (Laguna).
+        bias: True adds a bias to the projection.
+    """
+
+    each: Literal["channels", "heads"]
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    bias: bool = False
+
+    def __call__(self, projected: Array) -> Array:
+        """Returns the factors of projected inputs, in their dtype. A softplus is computed in float32."""
+        if self.activation == "sigmoid":
+            return jax.nn.sigmoid(projected)
+        return jax.nn.softplus(projected.astype(jnp.float32)).astype(projected.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """One layer: its attention, and its mixture of experts if it has one.
 
@@ -79,16 +102,19 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts` and
             `block`. None: attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
-        kv_heads, head_dim: number of key/value heads of this layer, and of channels of a head; None: as in the decoder.
+        heads, kv_heads, head_dim: number of query heads of this layer, of its key/value heads, and of channels of a
+            head; None: as in the decoder.
         keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
         mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
         sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
-            the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
-        output_gate: multiplies the attention's output by the sigmoid of a projection of the layer's input, with one
-            number for each of its "channels", or for each of its "heads" and without a bias; None: no gate.
+            the rotated part of a head, or `Latent.plain`. With an indexer it takes neither, too, and the layer may read
+            the latents of an earlier one (`reads`). None: keys and values for each head.
+        shared_key: attention with one head of keys that are the values, too. It takes a rope, a sliding window and
+            sinks; with a `Pooling` as `recurrent` and `beside`, queries also attend to pooled keys. None: see above.
+        output_gate: multiplies the attention's output by a function of the layer's input; None: no gate.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
             cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
@@ -108,24 +134,38 @@ class Layer:
     qk_norm: bool = True
     recurrent: RecurrentBlocks | None = None
     sinks: bool = False
+    heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     keys_as_values: bool = False
     mlp: int | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
-    output_gate: Literal["channels", "heads"] | None = None
+    shared_key: SharedKey | None = None
+    output_gate: OutputGate | None = None
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False
     index: BlockIndex | None = None
 
     def __post_init__(self) -> None:
-        if self.latent is not None and ((self.rope is None) != (self.latent.plain > 0) or (
-                self.rope is not None and self.rope.chunks is not None) or dataclasses.replace(
-                self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
+        chosen = self.latent is not None and self.latent.indexer is not None
+        if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
+                chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
+                dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
+                                    output_gate=None, reads=None if chosen else self.reads) != Layer()) or (
+                self.output_gate is not None and self.output_gate.each != "heads")):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
-                             "(plain), and of the other options scale, experts and query_scale")
+                             "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
+                             "and with an indexer reads and no such width")
+        pools = isinstance(self.recurrent, Pooling)
+        if (pools and self.shared_key is None) or (self.shared_key is not None and (
+                self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
+                or pools != self.beside or (self.recurrent is not None and not pools) or dataclasses.replace(
+                    self, shared_key=None, rope=None, sliding=None, sinks=False, experts=None, recurrent=None,
+                    beside=False) != Layer())):
+            raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
+                             "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
@@ -152,3 +192,15 @@ class Layer:
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
+
+    @property
+    def chosen_before(self) -> bool:
+        """True if the layer takes the choice of tokens of an earlier one."""
+        return self.latent is not None and self.latent.indexer is not None and self.latent.indexer.shared
+
+    def latents_like(self, other: Layer) -> bool:
+        """Returns True if both layers have latents, with index keys, of the same widths, or neither has any."""
+        if self.latent is None or other.latent is None:
+            return self.latent is other.latent
+        one, two = ((x.rank, x.indexer and x.indexer.width) for x in (self.latent, other.latent))
+        return one == two

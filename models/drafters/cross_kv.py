@@ -123,14 +123,16 @@ class CrossKVHead(ModuleHead):
         return self.network(weights).keys_values(embedded, positions)
 
     def step(self, weights: Weights, tokens: Array, embed: Embed, state: Array, positions: Array, depth: Depth,
-             attend: Attend | None) -> HeadStep:
+             attend: Attend | None, own_positions: Array | None = None) -> HeadStep:
         """Runs the head on tokens at positions `i32[B, W]`; the hidden state of a token predicts the one after it.
 
         `state` gives only the dtype; `depth` is not used. `attend` is called for layer 0, the self-attention, and for
-        layer 1, the target's keys and values, with None in place of keys and values.
+        layer 1, the target's keys and values, with None in place of keys and values. `own_positions`, `i32[B, W]`, are
+        those of the self-attention, if they are others.
         """
         assert attend is not None
-        hidden, entry = self.network(weights)(embed(tokens).astype(state.dtype), positions, attend)
+        own = positions if own_positions is None else own_positions
+        hidden, entry = self.network(weights)(embed(tokens).astype(state.dtype), positions, own, attend)
         return HeadStep(hidden=hidden, state=hidden, entries=(entry,))
 
     def logits(self, weights: Weights, hidden: Array, depth: Depth, head: Callable[[Array], Array]) -> Array:
@@ -157,10 +159,10 @@ class CrossKVNetwork(nnx.Module):
         layer = self.layers["0"]
         return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.rope, positions))
 
-    def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
-        """Returns the hidden states `f[B, W, D]`, and the entry of the self-attention."""
+    def __call__(self, x: Array, positions: Array, own: Array, attend: Attend) -> tuple[Array, Any]:
+        """Returns the hidden states `f[B, W, D]`, and the entry of the self-attention, whose positions are `own`."""
         layer, tables = self.layers["0"], rotations(self.rope, positions)
-        branch, entry = layer.attention_half(0, x, tables, attend)
+        branch, entry = layer.attention_half(0, x, rotations(self.rope, own), attend)
         x = x + branch
         x = x + self.cross(1, optional(self.cross_norm, x), tables, attend)[0]
         return optional(self.norm, x + layer.mlp_half(x)), entry

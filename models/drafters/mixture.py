@@ -104,10 +104,10 @@ class MixtureNetwork(nnx.Module):
         layer = self.layers["0"]
         return cast(Attention, layer.attn).keys_values(optional(layer.attn_in, x), rotations(self.ropes[1], positions))
 
-    def __call__(self, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
-        """Returns the hidden states `f[B, W, D]`, and the entry of the self-attention."""
+    def __call__(self, x: Array, positions: Array, own: Array, attend: Attend) -> tuple[Array, Any]:
+        """Returns the hidden states `f[B, W, D]`, and the entry of the self-attention, whose positions are `own`."""
         tables = rotations(self.ropes[1], positions)
-        x, entry = self.layers["0"](0, x, tables, attend)
+        x, entry = self.layers["0"](0, x, rotations(self.ropes[1], own), attend)
         x, _ = self.layers["1"](1, x, tables, lambda layer, q, k, v, **options: attend(layer, q, None, None, **options))
         return optional(self.norm, x), entry
 

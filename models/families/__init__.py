@@ -15,17 +15,20 @@ from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import MIXTURE
 from decodax.models.families import (
     deepseek,
+    deepseek_v4,
     gemma,
     gpt,
     gpt_oss,
     granite,
     hybrids,
+    laguna,
     lfm,
     llada,
     llama,
     mimo,
     minimax,
     mixtures,
+    muse,
     qwen,
     state_spaces,
 )
@@ -103,16 +106,17 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **granite.FAMILIES, **hybrids.FAMILIES,
-    **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES,
-    **qwen.FAMILIES, **state_spaces.FAMILIES,
+    **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES,
+    **granite.FAMILIES, **hybrids.FAMILIES, **laguna.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES,
+    **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
+    **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 
 WITH_IMAGES = {"diffusion_gemma": "diffusion_gemma_text", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text",
                "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "kimi_k25": "deepseek_v3",
-               "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "llama4": "llama4_text",
-               "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral",
+               "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "llama4": "llama4_text", "minimax_m3_vl": "minimax_m3_vl_text",
+               "mistral3": "mistral", "mistral_large4": "mistral_large4_text", "muse_glimmer": "muse_glimmer_text",
                "phi4_multimodal": "phi3", "phi4mm": "phi3", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
                "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
                "qwen3_5_moe": "qwen3_5_moe_text"}

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.shape import Indexer, Latent
-from decodax.models.reading import Json, read_experts, read_rope, read_shape, refuse_others, with_experts
+from decodax.models.reading import (
+    Json,
+    read_experts,
+    read_kinds,
+    read_rope,
+    read_shape,
+    refuse_others,
+    rotated_layers,
+    with_experts,
+)
 from decodax.models.rope import mscale
 from decodax.models.routing import Experts
 
@@ -31,7 +40,7 @@ def _deepseek_v2(c: Json) -> DecoderConfig:
     groups: dict[str, Any] = {}
     if method == "group_limited_greedy":
         groups = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max")
-    return _decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
+    return latent_decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
 
 
 def _deepseek_v3(c: Json) -> DecoderConfig:
@@ -45,21 +54,30 @@ def _glm4_moe_lite(c: Json) -> DecoderConfig:
 
 
 def _deepseek_v32(c: Json) -> DecoderConfig:
-    c = {**DEEPSEEK_V3, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
-         "max_position_embeddings": 163_840, **c, "rope_interleave": True}
-    if any(kind != "indexed_attention" for kind in c.get("layer_types", ())):
-        raise ValueError(f"layer_types: got {c['layer_types']}, takes 'indexed_attention' for every layer")
-    if c["index_head_dim"] < c.get("qk_rope_head_dim", 64):
-        raise ValueError(f"index_head_dim: got {c['index_head_dim']}, takes at least qk_rope_head_dim = "
-                         f"{c.get('qk_rope_head_dim', 64)}")
+    c = {**DEEPSEEK_V3, "index_n_heads": 64, "max_position_embeddings": 163_840, **c, "rope_interleave": True}
     if c.get("q_lora_rank") is None:
         raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
-    return _sigmoid(c, Indexer(c["index_n_heads"], c["index_head_dim"], c["index_topk"]))
+    return _sigmoid(c, _indexer(c))
+
+
+def _indexer(c: Json) -> Indexer:
+    if any(kind != "indexed_attention" for kind in c.get("layer_types", ())):
+        raise ValueError(f"layer_types: got {c['layer_types']}, takes 'indexed_attention' for every layer")
+    width, turned = c.get("index_head_dim", 128), c.get("qk_rope_head_dim", 64)
+    if width < turned:
+        raise ValueError(f"index_head_dim: got {width}, takes at least qk_rope_head_dim = {turned}")
+    return Indexer(c["index_n_heads"], width, c.get("index_topk", 2048))
 
 
 def _glm_moe_dsa(c: Json) -> DecoderConfig:
     c = {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256,
          "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752, "index_n_heads": 32, **c}
+    return _chosen(c, _deepseek_v32(c), c.get("indexer_rope_interleave", True))
+
+
+def _chosen(c: Json, found: DecoderConfig, interleaved: bool) -> DecoderConfig:
+    """Returns a decoder some of whose layers share the choice of tokens, as the entries `c` say. `interleaved`: see
+    `Indexer`."""
     count, kinds, pattern = c["num_hidden_layers"], c.get("indexer_types"), c.get("index_topk_pattern")
     if kinds is None and pattern is not None:
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
@@ -69,12 +87,10 @@ def _glm_moe_dsa(c: Json) -> DecoderConfig:
     if len(kinds) < count or kinds[0] == "shared":
         raise ValueError(f"indexer_types, index_topk_pattern: got {kinds} for num_hidden_layers = {count}, takes "
                          "'full' or 'shared' for each layer, and 'full' for the first")
-    found = _deepseek_v32(c)
     layers = list(found.layers)
     for i, layer in enumerate(layers):
         assert layer.latent is not None and layer.latent.indexer is not None
-        own = dataclasses.replace(layer.latent.indexer, interleaved=c.get("indexer_rope_interleave", True),
-                                  shared=kinds[i] == "shared")
+        own = dataclasses.replace(layer.latent.indexer, interleaved=interleaved, shared=kinds[i] == "shared")
         layers[i] = dataclasses.replace(layer, latent=dataclasses.replace(layer.latent, indexer=own))
     return dataclasses.replace(found, layers=tuple(layers))
 
@@ -83,7 +99,7 @@ def _sigmoid(c: Json, indexer: Indexer | None = None) -> DecoderConfig:
     _expects(c, scoring_func="sigmoid", topk_method="noaux_tc")
     experts = _experts(c, normalise=c.get("norm_topk_prob", True), score="sigmoid", correction=True,
                        groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
-    return _decoder(c, experts, indexer=indexer)
+    return latent_decoder(c, experts, indexer=indexer)
 
 
 def _mistral4(c: Json) -> DecoderConfig:
@@ -99,11 +115,51 @@ def _mistral4(c: Json) -> DecoderConfig:
     if (beta := rope.get("llama_4_scaling_beta")) is not None:
         trained = rope.get("original_max_position_embeddings", c.get("max_position_embeddings", 1 << 20))
         growth = QueryScale(float(beta), float(trained))
-    return _decoder(c, experts, growth=growth)
+    return latent_decoder(c, experts, growth=growth)
+
+
+def _mistral_large4(c: Json) -> DecoderConfig:
+    experts = c.get("num_experts", c.get("n_routed_experts", c.get("num_local_experts", 128)))
+    c = {"num_experts_per_tok": 4, "moe_intermediate_size": 6144, "n_shared_experts": 1, "first_k_dense_replace": 1,
+         "qk_nope_head_dim": 64, "rms_norm_eps": 1e-5, "index_n_heads": 32, "max_position_embeddings": 1 << 20,
+         "final_logit_softcapping": 30.0, **c, "n_routed_experts": experts, "q_lora_rank": None}
+    if not (c.get("rope_parameters") or c.get("rope_scaling")):
+        c["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0,
+                                "original_max_position_embeddings": 512, "attention_factor": 1.0}
+    if c.get("norm_topk_prob") is False:
+        raise ValueError("norm_topk_prob: got False, supported is True")
+    mixture = _experts(c, groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
+    found = _chosen(c, latent_decoder(c, mixture, interleaved=True, indexer=_indexer(c)), True)
+    rotated = rotated_layers(c)
+    layers = list(found.layers)
+    for i, source in enumerate(_latents(c, rotated)):
+        layer = layers[i]
+        assert layer.latent is not None
+        layers[i] = dataclasses.replace(
+            layer, rope=layer.rope if rotated[i] else None, reads=None if source == i else source,
+            latent=dataclasses.replace(layer.latent, eps=c["rms_norm_eps"], log_scale=True))
+    return dataclasses.replace(found, layers=tuple(layers), rope_factors=c.get("qk_rope_head_dim", 64) // 2,
+                               logit_softcap=c["final_logit_softcapping"])
+
+
+def _latents(c: Json, rotated: Sequence[int]) -> Sequence[int]:
+    """Returns for each layer the one whose latents it attends to. `rotated`: 1 for layers with a rope, else 0."""
+    count = c["num_hidden_layers"]
+    found: Sequence[int] = c.get("kv_source_layers") or range(count)
+    if len(found) != count:
+        raise ValueError(f"kv_source_layers: got {len(found)} entries for num_hidden_layers = {count}")
+    for i, source in enumerate(found):
+        # transformers keeps the latest latents that others read, with and without a rope, whatever the entry says.
+        held = [j for j in range(i) if j in found[j + 1:] and found[j] == j and rotated[j] == rotated[i]]
+        if source not in (i, *held[-1:]):
+            raise ValueError(f"kv_source_layers: got {source} for layer {i}, takes {i} or the latest layer before it "
+                             "that others read, which reads none, and has a rotary embedding if this one has "
+                             "(no_rope_layers)")
+    return found
 
 
 def _youtu(c: Json) -> DecoderConfig:
-    return _decoder({"q_lora_rank": 1536, "tie_word_embeddings": True, **c}, None)
+    return latent_decoder({"q_lora_rank": 1536, "tie_word_embeddings": True, **c}, None)
 
 
 def _expects(c: Json, **entries: str) -> None:
@@ -124,9 +180,9 @@ def _rope_entries(c: Json) -> Json:
     return {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
 
 
-def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
-             growth: QueryScale | None = None, indexer: Indexer | None = None) -> DecoderConfig:
-    """Returns the decoder of a configuration with its defaults.
+def latent_decoder(c: Json, experts: Experts | None = None, interleaved: bool | None = None,
+                   growth: QueryScale | None = None, indexer: Indexer | None = None) -> DecoderConfig:
+    """Returns the decoder with multi-head latent attention of a configuration `c` with its defaults.
 
     Args:
         c: the configuration.
@@ -167,15 +223,12 @@ def _scale(rope: Json, width: int) -> float | None:
 
 def _sparse(c: Json) -> Callable[[int], bool]:
     """Returns which layers are mixtures, by index."""
-    first, kinds = c.get("first_k_dense_replace", 0), c.get("mlp_layer_types")
-    if kinds is None:
-        return lambda i: i >= first
-    if len(kinds) < c["num_hidden_layers"]:
-        raise ValueError(f"mlp_layer_types: got {len(kinds)} entries for num_hidden_layers = {c['num_hidden_layers']}")
+    first = c.get("first_k_dense_replace", 0)
+    kinds = read_kinds(c, "mlp_layer_types", None, ("dense", "sparse"), lambda i: i >= first)
     return lambda i: kinds[i] == "sparse"
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "deepseek_v32": _deepseek_v32,
     "glm4_moe_lite": _glm4_moe_lite, "glm_moe_dsa": _glm_moe_dsa, "kimi_k2": _deepseek_v3, "mistral4": _mistral4,
-    "youtu": _youtu}
+    "mistral_large4_text": _mistral_large4, "youtu": _youtu}

@@ -11,9 +11,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from decodax.models.blocks.options import Layer
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.fields import KINDS
 from decodax.models.reading import Json
+from decodax.models.residual.options import HyperConnections
 
 
 def _clipped(field: str) -> Callable[[DecoderConfig, Any], bool]:
@@ -34,30 +37,46 @@ def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
     return shown
 
 
+def _chosen(layer: Layer) -> int | None:
+    """Returns the number of keys that a query of a layer attends to, which an index chooses; None without one."""
+    if layer.latent is not None:
+        return None if layer.latent.indexer is None else layer.latent.indexer.top
+    return layer.recurrent.index.top if isinstance(layer.recurrent, Pooling) and layer.recurrent.index else None
+
+
 SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "alibi": lambda d, value: any(layer.bias is not None for layer in d.layers),
     "altup_num_inputs": lambda d, value: d.streams is not None and d.streams.count == value,
     "attention_k_eq_v": lambda d, value: any(layer.keys_as_values for layer in d.layers),
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
     "attn_output_gate": lambda d, value: any(layer.output_gate for layer in d.layers),
-    "use_attention_gate": lambda d, value: any(layer.output_gate == "heads" for layer in d.layers),
+    "use_attention_gate": lambda d, value: any(
+        layer.output_gate is not None and layer.output_gate.each == "heads" for layer in d.layers),
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "enable_moe_block": lambda d, value: any(layer.experts is not None for layer in d.layers),
     "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
-    "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
-                                       and layer.latent.indexer.top == value for layer in d.layers),
-    # Layers of MiniMax M3 may leave the index out, and its activation is that of no other family.
-    "index_topk_blocks": lambda d, value: d.glu is not None and all(layer.index is None or layer.index.top == value
-                                                                    for layer in d.layers),
+    "hc_mult": lambda d, value: isinstance(d.streams, HyperConnections) and d.streams.count == value,
+    "index_topk": lambda d, value: all(_chosen(layer) in (None, value) for layer in d.layers) and any(
+        layer.shared_key or _chosen(layer) for layer in d.layers),
+    # Layers of MiniMax M3 may leave the index out, and such an activation in MLPs is that of no other family.
+    "index_topk_blocks": lambda d, value: d.glu is not None and d.glu.shift == 1.0 and all(
+        layer.index is None or layer.index.top == value for layer in d.layers),
     "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value
                                          for layer in d.layers if layer.recurrent is None),
-    "q_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.query_rank == value
-                                        for layer in d.layers if layer.recurrent is None),
+    "o_lora_rank": lambda d, value: all(layer.shared_key is not None and layer.shared_key.out_rank == value
+                                        for layer in d.layers),
+    "q_lora_rank": lambda d, value: all((own := layer.latent or layer.shared_key) is not None
+                                        and own.query_rank == value
+                                        for layer in d.layers if layer.recurrent is None or layer.shared_key),
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
     "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
     "num_kv_shared_layers": lambda d, value: sum(layer.reads is not None for layer in d.layers) == value,
+    "moe_routed_scaling_factor": _mixtures("scale"),
+    "moe_router_logit_softcapping": _mixtures("softcap"),
     "n_group": _mixtures("groups"),
+    "output_multiplier": lambda d, value: d.logit_scale == value,
+    "qk_scale_factor": lambda d, value: all(layer.scale == value * d.head_dim ** -0.5 for layer in d.layers),
     "qk_layernorm": lambda d, value: d.qk_norm is not None,
     "residual_multiplier": lambda d, value: d.residual_scale == value,
     "routed_scaling_factor": _mixtures("scale"),

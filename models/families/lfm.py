@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.reading import Json, read_experts, read_rope, read_shape, with_experts
 from decodax.models.recurrent.options import ShortConv
@@ -53,7 +52,7 @@ def _lfm3(c: Json) -> DecoderConfig:
                        head_dim=c["head_dim"], tied=c.get("tie_word_embeddings", True))
     ropes = {**ROPES, **(c.get("rope_parameters") or {})}
     of = lambda kind: read_rope({"rope_parameters": ropes[kind]}, shape)
-    gate: Literal["heads"] | None = "heads" if c.get("use_attention_gate", True) else None
+    gate = OutputGate("heads") if c.get("use_attention_gate", True) else None
     return DecoderConfig(layers=_layers(c, kinds, {
         "conv": Layer(recurrent=ShortConv(shape["width"], c.get("conv_L_cache", 7), c.get("conv_bias", False))),
         "full_attention": Layer(of("full_attention"), output_gate=gate),

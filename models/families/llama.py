@@ -8,7 +8,15 @@ from typing import Any
 
 from decodax.models.blocks.options import QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
-from decodax.models.reading import Json, read_activation, read_layers, read_period, read_rope, read_shape
+from decodax.models.reading import (
+    Json,
+    read_activation,
+    read_layers,
+    read_period,
+    read_rope,
+    read_shape,
+    rotated_layers,
+)
 from decodax.models.rope import LinearScaling, Rope
 
 
@@ -48,16 +56,13 @@ def _olmo3(c: Json) -> DecoderConfig:
 
 def _smollm3(c: Json) -> DecoderConfig:
     c = {"tie_word_embeddings": True, "rope_theta": 2e6, **c}
-    period, count = c.get("no_rope_layer_interval", 4), c["num_hidden_layers"]
-    rotated = c.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(count)]
-    if len(rotated) < count:
-        raise ValueError(f"no_rope_layers: got {len(rotated)} entries for num_hidden_layers = {count}")
+    rotated = rotated_layers(c)
     sliding = c.get("sliding_window") if c.get("use_sliding_window", False) else None
     plain = _llama(c)
     shape = {"head_dim": plain.head_dim, "context": plain.context}
     layers = read_layers(c, shape, sliding=sliding, slides=lambda i: not rotated[i])
     still = tuple(dataclasses.replace(layer, rope=None) for layer in layers)
-    return dataclasses.replace(plain, layers=tuple((still[i], layers[i])[rotated[i]] for i in range(count)))
+    return dataclasses.replace(plain, layers=tuple((still[i], layers[i])[rotated[i]] for i in range(len(layers))))
 
 
 def _glm(c: Json, **changes: Any) -> DecoderConfig:

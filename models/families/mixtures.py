@@ -9,7 +9,16 @@ from decodax.models.biases import SameChunk
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.families import llama
-from decodax.models.reading import Json, head_width, read_experts, read_layers, read_rope, read_shape, with_experts
+from decodax.models.reading import (
+    Json,
+    head_width,
+    read_experts,
+    read_layers,
+    read_rope,
+    read_shape,
+    rotated_layers,
+    with_experts,
+)
 
 
 def _mixtral(c: Json) -> DecoderConfig:
@@ -119,12 +128,10 @@ def _llama4(c: Json) -> DecoderConfig:
     shape = read_shape({**c, "intermediate_size": c.get("intermediate_size_mlp", 16_384)}, qkv_bias=bias, out_bias=bias,
                        head_dim=c.get("head_dim", 128), qk_norm="head" if normed else None, qk_norm_after=True,
                        qk_norm_kind=NormConfig(eps=c["rms_norm_eps"], scaled=False) if normed else None)
-    period = c.get("no_rope_layer_interval", 4)
-    rotated = c.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(count)]
+    rotated = rotated_layers(c)
     kinds = c.get("layer_types") or ["chunked_attention" if turns and chunk else "full_attention" for turns in rotated]
-    for name, given in (("no_rope_layers", rotated), ("layer_types", kinds)):
-        if len(given) < count:
-            raise ValueError(f"{name}: got {len(given)} entries for num_hidden_layers = {count}")
+    if len(kinds) < count:
+        raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
     if not set(kinds) <= {"full_attention", "chunked_attention"}:
         raise ValueError(f"layer_types: got {kinds}, takes a list of 'full_attention' and 'chunked_attention'")
     growth = QueryScale(float(c.get("attn_scale", 0.1)), float(c.get("floor_scale", 8192)), 1)

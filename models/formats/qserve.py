@@ -322,8 +322,10 @@ def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
     if c.norm.kind != "rms" or c.norm.bias or c.block not in ("pre", "parallel"):
         raise ValueError(f"model: got {c.block} blocks with {c.norm.kind} norms, takes RMS norms before attention and "
                          "MLP alone")
-    if c.value_norm or c.layer_inputs or any(layer.head_dim or layer.keys_as_values for layer in c.layers):
-        raise ValueError("model: got heads that differ, values with a norm or inputs of layers, takes one without")
+    if c.value_norm or c.layer_inputs or c.last_norm_kind or any(
+            layer.head_dim or layer.keys_as_values or layer.output_gate for layer in c.layers):
+        raise ValueError("model: got heads that differ or have a gate, values with a norm, inputs of layers or a last "
+                         "norm of another kind, takes one without")
     stream, head = hadamard(c.width), hadamard(wide := c.value_width(c.layers[0]))
     leaves = {path: np.asarray(jax.device_get(leaf), np.float64) for path, leaf in found.items()}
     leaves |= {"lm_head.kernel": leaves["embed"].T} if c.tied else {}

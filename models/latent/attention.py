@@ -17,11 +17,13 @@ Both give the same result up to rounding.
 
 With a lightning indexer (`decodax.models.latent.shape.Indexer`) a query attends to some tokens only. The cache then
 stores `[c, r, i]` with the token's index key `i`, and all windows take the absorbed form, whose queries are zero on the
-entries of `i`.
+entries of `i`. Layers that read the latents of another one (Mistral Large 4) add their own index keys to its entries,
+`[c, r, i, j, ...]`; each chooses by one of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +36,9 @@ from decodax.core.capabilities import AttendsAlone
 from decodax.core.window import Window
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig, NormConfig
-from decodax.models.layers import STD, Linear, Norm
+from decodax.models.layers import STD, Linear, Norm, optional
 from decodax.models.packed import whole
-from decodax.models.rope import rotate
+from decodax.models.rope import rotate, rotate_last
 from decodax.pallas_kernels.window_attention import TopKeys, merge, window_attention_lse
 
 
@@ -53,33 +55,58 @@ class LatentAttention(nnx.Module):
         self.q_a = None if narrow is None else Linear(rngs, (c.width, narrow), ("embed", None), c.qkv_bias)
         self.q_a_norm = None if narrow is None else norm(narrow)
         self.q_b = None if narrow is None else Linear(rngs, (narrow, queries), (None, "heads"), False)
-        self.kv_a = Linear(rngs, (c.width, latent.rank + turned), ("embed", None), c.qkv_bias)
-        self.kv_a_norm = norm(latent.rank)
+        own = layer.reads is None
+        self.kv_a = Linear(rngs, (c.width, latent.rank + turned), ("embed", None), c.qkv_bias) if own else None
+        self.kv_a_norm = norm(latent.rank) if own else None
+        self.growth = LogScale(c.heads, "heads") if latent.log_scale else None
         up = lambda width: Linear(rngs, (latent.rank, c.heads * width), (None, "heads"), False)
         self.k_b, self.v_b = up(c.head_dim - turned), up(latent.value_width)
         self.indexer = None if latent.indexer is None or latent.indexer.shared else IndexerPart(c, layer, rngs)
+        self.gate = None if layer.output_gate is None else Linear(rngs, (c.width, c.heads), ("embed", "heads"),
+                                                                  layer.output_gate.bias)
         self.o = Linear(rngs, (c.heads * latent.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         narrow = self._narrow(x)
-        q, key = self._queries(narrow, tables), self._keys(x, tables)
-        scale = self.c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
+        q, scale = self._queries(narrow, tables), self.layer.scale
+        scale = self.c.head_dim ** -0.5 if scale is None else scale
         if self.layer.latent is not None and self.layer.latent.indexer is not None:
-            if self.indexer is not None:
-                # Under a name of its own, for the layers after this one that share the choice.
-                tables["indexer"] = self.indexer.key(x, tables)[:, :, None], self.indexer.chooser(
-                    x, narrow, tables, key.shape[-1] + self.indexer.rule.width)
-            own, chooser = tables["indexer"]
-            key = jnp.concatenate([key, own], -1)
+            key, chooser = self._chosen(index, x, narrow, tables)
             out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], scale=scale, bias=chooser)
-            return self.o(self.values(out).reshape(*x.shape[:2], -1)), entry
+            return self._projected(x, self.values(out)), entry
+        key = self._keys(x, tables)
         if isinstance(attend, Expanding):
             out, entry = attend.expanded(index, self, q, key, scale)
         else:
             out, entry = attend(index, self.absorbed(q), key, key[..., :0], scale=scale)
             out = self.values(out)
-        return self.o(out.reshape(*x.shape[:2], -1)), entry
+        return self._projected(x, out), entry
+
+    def _projected(self, x: Array, out: Array) -> Array:
+        """Projects the heads' output `f[B, W, H, value_width]` to the residual stream. `x`: the layer's input."""
+        if self.gate is not None and self.layer.output_gate is not None:
+            out = out * self.layer.output_gate(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
+        return self.o(out.reshape(*x.shape[:2], -1))
+
+    def _chosen(self, index: int, x: Array, narrow: Array, tables: dict[Any, Any]) -> tuple[Array, TopKeys]:
+        """Returns the latents of the layer, or of that which it reads, with rotated and index keys, `f[B, W, 1, d]`,
+        and the choice among them. Layer `index` leaves in `tables` what layers after it may share: its choice under
+        "indexer", and the parts of keys under the index of the layer that computes the latents."""
+        c, source = self.c, index if self.layer.reads is None else self.layer.reads
+        if self.indexer is not None:
+            tables["indexer"] = index, self.indexer.key(x, tables)[:, :, None], self.indexer.chooser(x, narrow, tables)
+        lead, own, choice = tables["indexer"]
+        parts = tables["latents", source] if self.kv_a is None else {None: self._keys(x, tables)}
+        tables["latents", source] = parts = {**parts, lead: own}
+        # The cache has the index keys of later layers, too. In the window they are not known yet, and nothing reads
+        # them: queries are zero there.
+        stored = c.index_keys(source)
+        keys = [parts.get(i, jnp.zeros_like(own)) for i in stored]
+        before = parts[None].shape[-1] + own.shape[-1] * stored.index(lead)
+        after = own.shape[-1] * (len(stored) - 1 - stored.index(lead))
+        queries = jnp.pad(choice.queries, ((0, 0),) * 3 + ((before, after),))
+        return jnp.concatenate([parts[None], *keys], -1), dataclasses.replace(choice, queries=queries)
 
     def _narrow(self, x: Array) -> Array:
         """Returns what the queries are computed from: their latent, or the residual stream."""
@@ -90,10 +117,12 @@ class LatentAttention(nnx.Module):
         up = self.q_b if self.q is None else self.q
         assert up is not None
         q = self._turned(up(narrow).reshape(*narrow.shape[:2], -1, self.c.head_dim), tables)
+        q = q if self.growth is None else self.growth(q, tables[None])
         return q if self.layer.query_scale is None else q * tables[self.layer.query_scale].astype(q.dtype)
 
     def _keys(self, x: Array, tables: dict[Any, Any]) -> Array:
         """Returns the latents with the rotated key, `f[B, W, 1, rank + rope.width]`."""
+        assert self.kv_a is not None and self.kv_a_norm is not None
         both, rank = self.kv_a(x), self._rank
         both = jnp.concatenate([self.kv_a_norm(both[..., :rank]), both[..., rank:]], -1)
         return self._turned(both[:, :, None], tables)
@@ -107,8 +136,8 @@ class LatentAttention(nnx.Module):
         """Rotates the last `rope.width` entries, if there is a rope."""
         if (rope := self.layer.rope) is None:
             return x
-        plain, (cos, sin) = x.shape[-1] - rope.width, tables[rope]
-        return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin, rope.interleaved)], -1)
+        cos, sin = tables[rope]
+        return rotate_last(x, cos, sin, rope.interleaved)
 
     def expand(self, key: Array) -> tuple[Array, Array]:
         """Returns the keys `f[B, K, H, head_dim]` and values `f[B, K, H, value_width]` of all heads, from latents with
@@ -133,20 +162,43 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("bwhc,chv->bwhv", out[..., :self._rank], kernel)
 
 
+class LogScale(nnx.Module):
+    """A factor of the queries of each head that grows with the logarithm of the position, `scale * log(1 + position) +
+    bias` with learned numbers ("Scalable-Softmax Is Superior for Attention", Nakanishi, 2025). It keeps the attention
+    of long texts from becoming flat."""
+
+    def __init__(self, heads: int, axis: str | None):
+        self.scale = nnx.Param(jnp.zeros(heads), axes=(axis,))
+        self.bias = nnx.Param(jnp.ones(heads), axes=(axis,))
+
+    def __call__(self, q: Array, positions: Array) -> Array:
+        """Returns the queries `f[B, W, H, d]` times their factors, at positions `i32[B, W]`."""
+        # Nodes that are not live may have positions below 0.
+        logs = jnp.log1p(jnp.maximum(positions, 0).astype(jnp.float32))[..., None]
+        factors = logs * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return q * factors[..., None].astype(q.dtype)
+
+
 class IndexerPart(nnx.Module):
     """The projections of a lightning indexer, which scores the tokens of the text to choose those that a query attends
     to."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         latent = layer.latent
-        assert latent is not None and latent.indexer is not None and latent.query_rank is not None
+        assert latent is not None and latent.indexer is not None
         self.rule, self.rope, rule = latent.indexer, layer.rope, latent.indexer
-        self.q = Linear(rngs, (latent.query_rank, rule.heads * rule.width), (None, None), False)
+        norm = lambda width, axis: Norm(NormConfig("layer", 1e-6, bias=True), (width,), (axis,))
+        into, axis = (c.width, "embed") if latent.query_rank is None else (latent.query_rank, None)
+        self.q_in = norm(into, axis) if latent.query_rank is None else None
+        self.q = Linear(rngs, (into, rule.heads * rule.width), (axis, None), False)
         self.k = Linear(rngs, (c.width, rule.width), ("embed", None), False)
-        self.k_norm = Norm(NormConfig("layer", 1e-6, bias=True), (rule.width,), (None,))
+        self.k_norm = norm(rule.width, None)
+        self.growth = LogScale(rule.heads, None) if latent.log_scale else None
         self.weigh = Linear(rngs, (c.width, rule.heads), ("embed", None), False)
 
     def _turned(self, x: Array, tables: dict[Any, Any]) -> Array:
+        if self.rope is None:
+            return x
         cos, sin = tables[self.rope]
         return rotate(x, cos, sin, self.rule.interleaved)
 
@@ -155,18 +207,18 @@ class IndexerPart(nnx.Module):
         D]`."""
         return self._turned(self.k_norm(self.k(x))[:, :, None], tables)[:, :, 0]
 
-    def chooser(self, x: Array, narrow: Array, tables: dict[Any, Any], width: int) -> TopKeys:
-        """Returns the choice of keys for the nodes of a window.
+    def chooser(self, x: Array, narrow: Array, tables: dict[Any, Any]) -> TopKeys:
+        """Returns the choice among index keys for the nodes of a window.
 
         Args:
             x: the normalised residual stream, `f[B, W, D]`.
-            narrow: the latents of the queries, `f[B, W, query_rank]`.
+            narrow: the latents of the queries, `f[B, W, query_rank]`, or without such latents `x`.
             tables: see `Decoder.tables`.
-            width: number of channels of a cached key, whose last ones are the index key.
         """
         rule = self.rule
-        queries = self._turned(self.q(narrow).reshape(*x.shape[:2], rule.heads, rule.width), tables)
-        queries = jnp.pad(queries, ((0, 0),) * 3 + ((width - rule.width, 0),))
+        queries = self.q(optional(self.q_in, narrow)).reshape(*x.shape[:2], rule.heads, rule.width)
+        queries = queries if self.growth is None else self.growth(queries, tables[None])
+        queries = self._turned(queries, tables)
         weights = self.weigh(x).astype(jnp.float32) * (rule.heads * rule.width) ** -0.5
         return TopKeys(queries, weights, rule.top)
 

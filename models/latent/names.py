@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 PARTS = ("gate", "up", "down")
+OWN = {"gate": "w1", "up": "w3", "down": "w2"}
 MLA: dict[str, Any] = {
     "layer": {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm",
               **{f"attn.{ours}": f"self_attn.{theirs}" for ours, theirs in (
@@ -17,9 +18,35 @@ MLA: dict[str, Any] = {
     "fused": (("attn.k_b", "attn.v_b"),), "grouped": True}
 """Tensor names of DeepSeek's layers. Keys and values of a head are two halves of one tensor."""
 
+MISTRAL: dict[str, Any] = {
+    **MLA, "fused": (*MLA["fused"], ("mlp.gate", "mlp.up")),
+    "experts": {"mlp.gate": "mlp.experts.gate_up_proj", "mlp.up": "mlp.experts.gate_up_proj",
+                "mlp.down": "mlp.experts.down_proj"}}
+
+LARGE: dict[str, Any] = {
+    "stem": "", "embed": "tok_embeddings", "head": "output", "fused": MLA["fused"],
+    "outside": {"rope_factors": "lerope.alpha"},
+    "layer": {"attn_in": "attention_norm", "mlp_in": "ffn_norm", "mlp.router": "gate",
+              **{f"attn.{ours}": f"attention.{theirs}" for ours, theirs in (
+                  ("q", "wq"), ("kv_a", "wkv_a_with_mqa"), ("kv_a_norm", "kv_a_norm"), ("k_b", "wkv_b"),
+                  ("v_b", "wkv_b"), ("o", "wo"), ("indexer.q_in", "indexer.q_input_norm"),
+                  ("indexer.q", "indexer.wq_b"), ("indexer.k", "indexer.wk"), ("indexer.k_norm", "indexer.k_norm"),
+                  ("indexer.weigh", "indexer.weights_proj"))},
+              **{f"mlp.{ours}{part}": f"{theirs}.{own}" for ours, theirs in (("", "feed_forward"),
+                                                                            ("shared.", "shared_experts"))
+                 for part, own in OWN.items()}},
+    "experts": {f"mlp.{part}": f"experts.{{expert}}.{own}" for part, own in OWN.items()},
+    "extra": {f"attn.{part}growth.{leaf}": f"attention.{part}ssmax_scaling.{leaf[0]}"
+              for part in ("", "indexer.") for leaf in ("scale", "bias")}}
+"""What differs in the files that Mistral AI released of Mistral Large 4."""
+
 NAMES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
                     MLA),
-    "mistral4": {**MLA, "fused": (*MLA["fused"], ("mlp.gate", "mlp.up")), "experts": {
-        "mlp.gate": "mlp.experts.gate_up_proj", "mlp.up": "mlp.experts.gate_up_proj",
-        "mlp.down": "mlp.experts.down_proj"}}}
+    "mistral4": MISTRAL,
+    "mistral_large4_text": {
+        **MISTRAL, "further": ("mtp_dspark.",), "outside": {"rope_factors": "rotary_emb.alpha"},
+        "layer": {**MLA["layer"], "attn.indexer.q_in": "self_attn.indexer.q_input_norm"},
+        "extra": {f"attn.{part}growth.{leaf}": f"self_attn.{part}softmax_scaling.{leaf}"
+                  for part in ("", "indexer.") for leaf in ("scale", "bias")},
+        "variants": (("tok_embeddings.weight", LARGE),)}}

@@ -13,9 +13,10 @@ class Indexer:
     """The lightning indexer of DeepSeek Sparse Attention ("DeepSeek-V3.2: Pushing the Frontier of Open Large Language
     Models", DeepSeek-AI, 2025): a query attends to the `top` tokens with the highest index scores.
 
-    Every token has one index key, of which the first `Layer.rope.width` entries are rotated, and each query several
-    index queries with weights, from which `TopKeys` computes scores. Layers may share one choice of tokens (GLM-5 of
-    Z.ai, 2026): a layer without an indexer of its own takes the choice of the nearest layer before it that has one.
+    Every token has one index key, of which the first `Layer.rope.width` entries are rotated (none in a layer without a
+    rope), and each query several index queries with weights, from which `TopKeys` computes scores. Layers may share one
+    choice of tokens (GLM-5 of Z.ai, 2026): a layer without an indexer of its own takes the choice of the nearest layer
+    before it that has one.
 
     Attributes:
         heads: number of index queries of a token.
@@ -23,7 +24,7 @@ class Indexer:
         top: number of tokens that a query attends to.
         interleaved: True if rotated pairs of index keys and queries are adjacent; False: in halves.
         shared: True if the layer takes the choice of an earlier one. The cache stores the index keys of that layer with
-            the entries of this one, too.
+            the entries that this one attends to, too (`DecoderConfig.index_keys`).
     """
 
     heads: int
@@ -48,10 +49,12 @@ class Latent:
         rank: number of channels of a token's latent, from which the keys and values of all heads are computed.
         value_width: number of channels of a head's values.
         query_rank: number of channels of the latent from which the queries are computed; None: queries are computed
-            from the residual stream.
+            from the residual stream, and those of an indexer from it after another norm (Mistral Large 4).
         eps: added to the mean square in the norms of the latents.
         indexer: the choice of the tokens that a query attends to; None: all.
         plain: number of channels of the key that all heads share in a layer without a rope (Kimi Linear); 0 with one.
+        log_scale: True multiplies the queries of each head, and the index queries, by a learned linear function of the
+            logarithm of the position. See `decodax.models.latent.attention.LogScale`.
     """
 
     rank: int
@@ -60,13 +63,12 @@ class Latent:
     eps: float = 1e-6
     indexer: Indexer | None = None
     plain: int = 0
+    log_scale: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self, "rank", "value_width", "query_rank")
-        if self.indexer is not None and self.query_rank is None:
-            raise ValueError("indexer: takes a query_rank, since it reads the latent of the queries")
         if self.indexer is not None and self.plain:
-            raise ValueError("plain: got one with an indexer, which takes a rope")
+            raise ValueError("plain: got one with an indexer, takes 0")
 
     def shared(self, rope: Rope | None) -> int:
         """Returns the number of channels of the part of a key that is the same for all heads, in addition to the

@@ -11,6 +11,7 @@ from flax import nnx
 
 from decodax.cache import Recurrent
 from decodax.core.cache import Cache
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.recurrent import rg_lru, selective_scan
 from decodax.models.recurrent.gated_delta import DeltaBlock
@@ -42,6 +43,8 @@ def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> 
             return SsdBlock(c, rule, rngs)
         case SelectiveScan():
             return SelectiveScanBlock(c, rule, rngs)
+        case Pooling():
+            raise ValueError("recurrent: got a Pooling, takes a layer with shared_key for it")
     return DeltaBlock(c, rule, rngs)
 
 
@@ -49,7 +52,7 @@ def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typ
     """Returns the empty cache for the states of a decoder's recurrent blocks, for `batch` rows of up to `capacity`
     tokens. `inputs` are kept as the attribute `Cache.inputs`."""
     rules = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
-    linear = [rule for rule in rules if isinstance(rule, GatedDelta | ShortConv | Ssd)]
+    linear = [rule for rule in rules if isinstance(rule, GatedDelta | ShortConv | Ssd | Pooling)]
     if linear:
         return linear_block_states(linear, batch, capacity, dtype, inputs)
     states = [rg_lru.empty(rule, batch, dtype) if isinstance(rule, RgLru) else

@@ -1,5 +1,6 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh, 2024), in place of a layer's attention: Qwen3-Next, Qwen3.5, OLMo
-Hybrid. And Kimi Delta Attention (Kimi Team, 2025), in which each channel of a key has a decay of its own.
+Hybrid. And Kimi Delta Attention (Kimi Team, 2025), in which each channel of a key has a decay of its own: Kimi Linear,
+Ling 3.
 
 Queries, keys and values go through a short causal convolution and SiLU; queries and keys are then divided by their
 length. For each head with a state `S`,
@@ -8,8 +9,8 @@ length. For each head with a state `S`,
 
 with a decay `g = -A softplus(a + dt)` and a rate `b`, the sigmoid of a projection; `a`, `b` and the gate `z` are
 projections of the layer's input. Several heads of values share the queries and keys of one head. In Kimi Delta
-Attention `a` has an entry for each channel of a key, `a` and `z` are products with two matrices, and the gate is the
-sigmoid of `z`.
+Attention `a` has an entry for each channel of a key, `a` and `z` may be products with two matrices, and the gate is the
+sigmoid of `z`. In Ling 3 the decay has a lower bound, `g = floor sigmoid(A (a + dt))`.
 
 A state has `N P` numbers, and a node of a draft the `N + P` of its key and of the value that it writes. Windows, chains
 and trees, are computed by matrix products and one triangular system, and prompts in chunks of them: see
@@ -38,7 +39,7 @@ class DeltaBlock(nnx.Module):
         self.rule, axis = rule, "delta_heads"
         keys, heads, values = rule.key_heads * rule.key_dim, rule.value_heads, rule.value_heads * rule.value_dim
         into = lambda out: Linear(rngs, (c.width, out), ("embed", axis), False)
-        decays = heads * rule.key_dim if rule.rank else heads
+        decays = heads * rule.key_dim if rule.by_channel else heads
         self.in_q, self.in_k, self.in_v, self.in_b = into(keys), into(keys), into(values), into(heads)
         if rule.rank:
             small = lambda: Linear(rngs, (c.width, rule.rank), ("embed", None), False)
@@ -57,16 +58,17 @@ class DeltaBlock(nnx.Module):
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         low_a, low_z = (self.low_a(x), self.low_z(x)) if self.rule.rank else (x, x)
-        steps = jax.nn.softplus(self.in_a(low_a).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        steps = self.in_a(low_a).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
         speed = jnp.exp(self.A_log[...].astype(jnp.float32))
-        if self.rule.rank:
-            steps = steps.reshape(*x.shape[:2], self.rule.value_heads, -1)
-        decay, rate = -speed * steps, self.rule.rate * jax.nn.sigmoid(self.in_b(x).astype(jnp.float32))
+        if self.rule.by_channel:
+            steps, speed = steps.reshape(*x.shape[:2], self.rule.value_heads, -1), speed.reshape(-1, 1)
+        decay = self.rule.floor * jax.nn.sigmoid(speed * steps) if self.rule.floor else -speed * jax.nn.softplus(steps)
+        rate = self.rule.rate * jax.nn.sigmoid(self.in_b(x).astype(jnp.float32))
         # One array whose axis of heads comes first, so that a mesh divides it by heads.
         into = jnp.concatenate([self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)], -1)
         walk = LinearWalk(self.rule, (into,), lambda before: Terms(*self._convolved(before), decay, rate))
         y, entry = attend(index, None, None, None, walk=walk)
-        gate = jax.nn.sigmoid if self.rule.rank else jax.nn.silu
+        gate = jax.nn.sigmoid if self.rule.by_channel else jax.nn.silu
         y = self.y_norm(y).astype(x.dtype) * gate(self.in_z(low_z).reshape(y.shape).astype(jnp.float32))
         return self.out(y.astype(x.dtype).reshape(*x.shape[:2], -1)), entry
 

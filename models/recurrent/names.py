@@ -28,6 +28,16 @@ QWEN3_5: dict[str, Any] = {
     "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
     "further": ("mtp.",)}
 
+RECURRENT_GEMMA: dict[str, Any] = {
+    "layer": {"attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
+              **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
+              **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
+              **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, "norm": "final_norm",
+    "extra": {"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
+              **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
+                  ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"), ("input_bias", "input_gate_bias"),
+                  ("decay_gate", "recurrent_gate_weight"), ("decay_bias", "recurrent_gate_bias"))}}}
+
 GATES = ("attn.b", "attn.c", "attn.x")
 LFM2: dict[str, Any] = {
     "layer": {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn.o": "self_attn.out_proj",
@@ -44,12 +54,13 @@ LFM3: dict[str, Any] = {**LFM2, "layer": {
     **LFM2["layer"], "attn.o": "self_attn.o_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
     "attn.gate": "self_attn.gate_proj", "attn_out": "post_operator_norm", "mlp_out": "post_ffn_norm"}}
 
+KEYS_VALUES = ("attn.k_b", "attn.v_b")
 KIMI: dict[str, Any] = {
     "layer": {**NORMS, **MLP, **{f"attn.{x}": f"self_attn.{x}_proj" for x in "qo"}, "attn.out": "self_attn.o_proj",
               "attn.q_a": "self_attn.q_a_proj", "attn.q_a_norm": "self_attn.q_a_layernorm",
               "attn.q_b": "self_attn.q_b_proj", "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
               "attn.kv_a_norm": "self_attn.kv_a_layernorm",
-              **dict.fromkeys(("attn.k_b", "attn.v_b"), "self_attn.kv_b_proj"), "attn.y_norm": "self_attn.o_norm",
+              **dict.fromkeys(KEYS_VALUES, "self_attn.kv_b_proj"), "attn.y_norm": "self_attn.o_norm",
               **{f"attn.in_{x}": f"self_attn.{x}_proj" for x in "qkvb"},
               **{f"attn.{ours}": f"self_attn.{theirs}_proj" for ours, theirs in (
                   ("low_a", "f_a"), ("in_a", "f_b"), ("low_z", "g_a"), ("in_z", "g_b"))},
@@ -57,10 +68,27 @@ KIMI: dict[str, Any] = {
               **{f"mlp.shared.{x}": f"block_sparse_moe.shared_experts.{x}_proj" for x in ("gate", "up", "down")}},
     "experts": {f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}"
                 for part, i in (("gate", 1), ("up", 3), ("down", 2))},
-    "correction": "block_sparse_moe.gate.e_score_correction_bias", "fused": (("attn.k_b", "attn.v_b"),),
+    "correction": "block_sparse_moe.gate.e_score_correction_bias", "fused": (KEYS_VALUES,),
     "grouped": True, "padded": {"attn.A_log": 2},
     "extra": {"attn.A_log": "self_attn.A_log", "attn.dt_bias": "self_attn.dt_bias",
               **{f"attn.{x}_taps": f"self_attn.{x}_conv1d.weight" for x in "qkv"}}}
+
+LING: dict[str, Any] = {
+    "layer": {**{ours: name for ours, name in KIMI["layer"].items() if not ours.startswith(("attn.low", "mlp."))},
+              **MLP, "attn.in_a": "self_attn.forget_gate.f_proj", "attn.in_z": "self_attn.g_proj",
+              "attn.gate": "self_attn.g_proj", "mlp.router": "mlp.gate",
+              **{f"mlp.shared.{x}": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}},
+    "experts": STACKED, "fused": (KEYS_VALUES, ("mlp.gate", "mlp.up"), TAPS), "repeated": {KEYS_VALUES: "heads"},
+    "extra": {"attn.A_log": "self_attn.forget_gate.A_log", "attn.dt_bias": "self_attn.forget_gate.dt_bias",
+              **dict.fromkeys(TAPS, "self_attn.conv1d.weight")}}
+LING["variants"] = (("word_embeddings.weight", {
+    "stem": "model.", "embed": "word_embeddings", "fused": (KEYS_VALUES,),
+    "correction": "mlp.gate.expert_bias",
+    "layer": {ours: name.replace("self_attn.forget_gate.", "attention.").replace("self_attn.o_proj", "attention.dense")
+              .replace("self_attn.", "attention.") for ours, name in LING["layer"].items()},
+    "experts": {f"mlp.{x}": f"mlp.experts.{{expert}}.{x}_proj" for x in ("gate", "up", "down")},
+    "extra": {"attn.A_log": "attention.A_log", "attn.dt_bias": "attention.dt_bias",
+              **{f"attn.{x}_taps": f"attention.{x}_conv1d.weight" for x in "qkv"}}}),)
 
 STATES = {"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "y_scale": "norm.weight", "conv_taps": "conv1d.weight",
           "conv_bias": "conv1d.bias"}
@@ -110,7 +138,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "jamba": {**BAMBA, "fused": (SCAN,),
               "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
                         **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
-    "lfm2": LFM2, "lfm2_moe": LFM2, "lfm3": LFM3,
+    "recurrent_gemma": RECURRENT_GEMMA, "bailing_hybrid": LING, "lfm2": LFM2, "lfm2_moe": LFM2, "lfm3": LFM3,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),
                   **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},

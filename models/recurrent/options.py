@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from decodax.common.arguments import check_counts
+from decodax.models.compressed.options import Pooling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,12 @@ class GatedDelta:
         rate: upper bound of the rate at which a value replaces the one stored for its key. Above 1, up to 2, the state
             may change its sign ("negative eigenvalues").
         eps: added to the variance in the norm of the outputs.
-        rank: of Kimi Delta Attention: each channel of a key has a decay of its own. Decays and output gate come from
-            two matrices each, with this number of channels between them, and the gate is a sigmoid. 0: each head has
-            one decay, and decays and gate come from one matrix each.
-        chunk: number of prompt nodes that are computed at a time; None: 64, with `rank` 16.
+        by_channel: True is Kimi Delta Attention: each channel of a key has a decay of its own, and the output gate is
+            a sigmoid. False: each head has one decay.
+        rank: decays and output gate come from two matrices each, with this number of channels between them, and
+            `by_channel` is True; 0: from one matrix each.
+        floor: lower bound, below 0, of a decay's logarithm, which is this times a sigmoid; 0: none.
+        chunk: number of prompt nodes that are computed at a time; None: 64, with `by_channel` 16.
     """
 
     key_heads: int
@@ -56,11 +59,17 @@ class GatedDelta:
     eps: float = 1e-6
     rank: int = 0
     chunk: int | None = None
+    by_channel: bool = False
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.rank:
+            object.__setattr__(self, "by_channel", True)
         if self.chunk is None:
             # Products with a decay of each channel take memory for each pair of nodes and channel.
-            object.__setattr__(self, "chunk", 16 if self.rank else 64)
+            object.__setattr__(self, "chunk", 16 if self.by_channel else 64)
+        if self.floor > 0:
+            raise ValueError(f"floor: got {self.floor}, takes a number below 0, or 0")
         if self.rank < 0:
             raise ValueError(f"rank: got {self.rank}, takes 0 or more")
         check_counts(self, "key_heads", "value_heads", "key_dim", "value_dim", "conv", "chunk")
@@ -219,5 +228,5 @@ class SelectiveScan:
         check_counts(self, "inner", "rank", "state", "conv")
 
 
-RecurrentBlocks = RgLru | GatedDelta | ShortConv | Ssd | SelectiveScan
+RecurrentBlocks = RgLru | GatedDelta | ShortConv | Ssd | SelectiveScan | Pooling
 """Options of any of the blocks."""

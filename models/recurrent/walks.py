@@ -13,6 +13,7 @@ from jax import Array
 from decodax.cache import ConvInputs, LinearRecurrent
 from decodax.cache.recurrence import chained
 from decodax.cache.recurrent import Along, Step, stepped
+from decodax.models.compressed.options import Pooling
 from decodax.models.recurrent.options import GatedDelta, ShortConv, Ssd
 
 Inputs = tuple[Array, ...]
@@ -134,7 +135,7 @@ def _shifted(x: Inputs, conv: int) -> list[Inputs]:
     return [tuple(part[:, i:i + x[0].shape[1]] for part in whole) for i in range(conv)]
 
 
-def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd], batch: int, capacity: int,
+def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd | Pooling], batch: int, capacity: int,
                         dtype: jax.typing.DTypeLike, inputs: Any) -> LinearRecurrent:
     """Returns the empty states of layers with a convolution and a linear recurrence, or a convolution alone; `inputs`
     are `Cache.inputs`."""

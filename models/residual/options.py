@@ -30,6 +30,27 @@ class Streams:
 
 
 @dataclasses.dataclass(frozen=True)
+class HyperConnections:
+    """Options of residual streams that all go through each layer. See `decodax.models.residual.hyper_connections`.
+
+    Attributes:
+        count: number of streams `n`.
+        iterations: number of Sinkhorn steps, each of which divides the columns of a mixture by their sums, all but the
+            first after the rows.
+        eps: added to shares and sums.
+        norm_eps: added to the mean square of all streams, by whose root they are divided before shares are computed.
+    """
+
+    count: int
+    iterations: int = 20
+    eps: float = 1e-6
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_counts(self, "count", "iterations")
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerInputs:
     """Options of per-layer embeddings. See `decodax.models.residual.layer_inputs`.
 

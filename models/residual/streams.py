@@ -14,6 +14,7 @@ from jax import Array
 
 from decodax.models.config import DecoderConfig
 from decodax.models.layers import STD, Linear, Norm
+from decodax.models.residual.options import Streams
 
 
 class StreamMixer(nnx.Module):
@@ -21,7 +22,7 @@ class StreamMixer(nnx.Module):
     one, and corrects them by its result."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        assert c.streams is not None
+        assert isinstance(c.streams, Streams)
         self.c, self.options, n = c, c.streams, c.streams.count
         self.router_norm = Norm(c.norm, (c.width,), ("embed",))
         self.router = Linear(rngs, (c.width, n), ("embed", None), False)
@@ -59,9 +60,10 @@ class StreamEnds(nnx.Module):
     """Makes the streams out of a token's embedding, and one vector out of the streams after the last layer."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        assert c.streams is not None
+        assert isinstance(c.streams, Streams)
+        self.active, count = c.streams.active, c.streams.count
         each = lambda: nnx.Dict({str(i): Linear(rngs, (c.width, c.width), ("embed", None), False)
-                                 for i in range(c.streams.count - 1)})
+                                 for i in range(count - 1)})
         self.into, self.out = each(), each()
 
     def split(self, x: Array) -> Array:
@@ -74,6 +76,10 @@ class StreamEnds(nnx.Module):
         first = streams[:, :, 0]
         others = (_as_large(part(streams[:, :, i + 1]), first) for i, part in enumerate(self.out.values()))
         return jnp.stack([first, *others]).mean(0)
+
+    def shown(self, streams: Array) -> Array:
+        """Returns what drafters and probes read after a layer, the active stream, `f[B, W, D]`."""
+        return streams[:, :, self.active]
 
 
 class LowRankPath(nnx.Module):

@@ -2,15 +2,15 @@
 
 from decodax.pallas_kernels.window_attention.attention import (
     Implementation,
-    merge,
     prefix_attention,
     quantized,
     slot_weights,
     window_attention,
     window_attention_lse,
-    with_sinks,
 )
 from decodax.pallas_kernels.window_attention.biases import Added, Bias, FixedBias, by_position
+from decodax.pallas_kernels.window_attention.merging import merge, with_sinks
+from decodax.pallas_kernels.window_attention.pooled import PooledKeys
 from decodax.pallas_kernels.window_attention.reference import BLOCK, whole_blocks
 from decodax.pallas_kernels.window_attention.selection import KeyChoice, TopBlocks, TopKeys
 
@@ -21,6 +21,7 @@ __all__ = [
     "FixedBias",
     "Implementation",
     "KeyChoice",
+    "PooledKeys",
     "TopBlocks",
     "TopKeys",
     "by_position",

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from decodax.common.axes import DATA, MODEL, compute_capability, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.biases import Bias, FixedBias
+from decodax.pallas_kernels.window_attention.merging import merge, with_sinks
+from decodax.pallas_kernels.window_attention.pooled import PooledKeys
 from decodax.pallas_kernels.window_attention.reference import MASKED
 from decodax.pallas_kernels.window_attention.selection import CachedKeys, KeyChoice, TopBlocks
 
@@ -71,27 +73,6 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                                 softcap=softcap, key_positions=key_positions, cached=cached,
                                 slot_positions=slot_positions, bias=bias, sinks=sinks, scales=scales, table=table,
                                 implementation=implementation)[0]
-
-
-def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Combines attention to several disjoint sets of keys into attention to all of them. Each part, and the result, is
-    a pair as `window_attention_lse` returns: output and logarithm of the softmax sum."""
-    return functools.reduce(_merge, parts)
-
-
-def with_sinks(part: tuple[Array, Array], sinks: Array) -> tuple[Array, Array]:
-    """Returns attention with sinks (see `window_attention`). `part` is attention to all keys without them: the output
-    and the logarithms of its softmax sums."""
-    out, lse = part
-    return merge(part, (jnp.zeros_like(out), jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)))
-
-
-def _merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    (a, x), (b, y) = one, other
-    top = jnp.maximum(x, y)
-    left, right = jnp.exp(x - top), jnp.exp(y - top)
-    total = left + right
-    return ((a * left[..., None] + b * right[..., None]) / total[..., None]).astype(a.dtype), top + jnp.log(total)
 
 
 def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
@@ -270,13 +251,20 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
                implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`; `asked` are the index queries of `TopBlocks`."""
     B, W, H, _ = q.shape
+    where = positions if key_positions is None else key_positions
+    visible = None
+    if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
+        visible = CachedKeys(cache, *_held(cache, table, length, cached, slot_positions), scales, table)
+    if isinstance(bias, KeyChoice | PooledKeys) and slot_positions is not None:
+        raise ValueError("bias: got a choice of keys with slot_positions, takes a cache in which slots are positions")
+    if isinstance(bias, PooledKeys):
+        parts = _pooled(q, k, mask, positions, where, visible, bias, scale)
+        return parts if sinks is None else with_sinks(parts, sinks)
     v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
     chooses = bias if isinstance(bias, KeyChoice) else None
     chooses = dataclasses.replace(chooses, queries=asked) if isinstance(chooses, TopBlocks) else chooses
     bias = None if isinstance(bias, KeyChoice) else bias
-    if chooses is not None and slot_positions is not None:
-        raise ValueError("bias: got a choice of keys with slot_positions, takes a cache in which slots are positions")
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     if added is not None and not callable(added):
         raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
@@ -288,15 +276,10 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         more = added(keys, where[:, :, None]) if added is not None else _by_head(far(keys, where), H)
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
-    where = positions if key_positions is None else key_positions
-    visible: Any = None
     far: Any = None
-    if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
-        visible = cache, *_held(cache, table, length, cached, slot_positions), table
-    mask, wanted = mask[:, None], None
+    wanted, mask = None, mask[:, None]
     if chooses is not None:
-        keys = None if visible is None else CachedKeys(visible[0], visible[1], visible[2], scales, table)
-        mask, far, wanted = chooses.choose(k, mask[:, 0], positions, where, keys)
+        mask, far, wanted = chooses.choose(k, mask[:, 0], positions, where, visible)
     if sliding is not None:
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)[:, None]
     s = jnp.einsum("bgqd,bgkd->bgqk", q, k[..., :q.shape[3]], preferred_element_type=jnp.float32) * scale
@@ -310,8 +293,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     lse = (top + jnp.log(total))[..., 0]
 
     if visible is not None:
-        _, length, held, _ = visible
-        given = q, cache, length, _repeated(positions, H // G), held, scales, table
+        given = q, visible.cache, visible.length, _repeated(positions, H // G), visible.held, scales, table
         part = _read("cache_attention", implementation, given,
                      dict(bias=None if bias is None and far is None else biases, wanted=wanted), scale=scale,
                      value_width=e, sliding=sliding, softcap=softcap)
@@ -320,6 +302,26 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)
         out, lse = merge((out, lse), (jnp.zeros_like(out), jnp.broadcast_to(scores, lse.shape)))
     return _unfolded(out.astype(dtype), W), _unfolded(lse, W)
+
+
+def _pooled(q: Array, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None,
+            keys: PooledKeys, scale: float) -> tuple[Array, Array]:
+    """Returns attention to the latest tokens and to pooled keys, as `PooledKeys` describes it, from queries
+    `f[B, W, H, d]`, the window's keys `f[B, K, 1, D]` at positions `where` (`i32[B, K]`), and the cache or None."""
+    B, W, H, d = q.shape
+    near, far = keys.parts(k, mask, positions, where, cached)
+    found = [_attention(q, own, own[..., :0], seen, positions, None, None, where, None, None, None, None, None,
+                        None, scale=scale, sliding=sliding, softcap=None, bias=None, implementation="xla")
+             for own, seen, sliding in near]
+    for own, sliding, chosen in far:
+        added, wanted = (None, None) if chosen is None else chosen[1:]
+        bias = None if added is None else lambda k, at, added=added: jnp.broadcast_to(
+            added(k, at), (B, H, W, at.shape[2])).reshape(B, 1, -1, at.shape[2])
+        out, lse = reference.cache_attention(
+            _folded(q, 1), own.cache, own.length, _repeated(positions, H), own.held, None, own.table, scale=scale,
+            value_width=d, sliding=sliding, bias=bias, wanted=wanted, part=own.part)
+        found.append((_unfolded(out.astype(q.dtype), W), _unfolded(lse, W)))
+    return merge(*found)
 
 
 def _prefix(q: Array, positions: Array, cache: Array, length: Array, scales: Array | None, table: Array | None, *,

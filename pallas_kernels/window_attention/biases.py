@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from jax import Array
 
+from decodax.pallas_kernels.window_attention.pooled import PooledKeys
 from decodax.pallas_kernels.window_attention.selection import KeyChoice
 
 Added = Callable[[Array, Array], Array]
@@ -14,9 +15,9 @@ Added = Callable[[Array, Array], Array]
 head if a cache keeps different tokens in each) to the numbers that are added to their scores, `f32[B or 1, H or 1, W,
 K]`."""
 
-Bias = Callable[[Array, Array], Added] | KeyChoice
-"""A choice of keys, or a function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to
-an `Added`."""
+Bias = Callable[[Array, Array], Added] | KeyChoice | PooledKeys
+"""A choice of keys, or of pooled ones beside the latest; or a function from the queries `f[B, H, W, d]` of a window and
+their positions `i32[B, 1, W, 1]` to an `Added`."""
 
 
 class FixedBias(abc.ABC):

@@ -70,7 +70,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None,
                     bias: Callable[[Array, Array], Array] | None = None,
-                    wanted: Array | None = None) -> tuple[Array, Array]:
+                    wanted: Array | None = None, part: tuple[int, int] | None = None) -> tuple[Array, Array]:
     """Returns attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
@@ -88,6 +88,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
         bias: maps keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, to numbers that are added to
             their scores, `f32[B, G, R, K]`.
         wanted: `bool[S]`, slots that count for some query; blocks without one are not read. None: all.
+        part: first channel and number of the channels of a slot that are its key and its value; None: see `cache`.
 
     Returns:
         `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 for a query that attends to nothing.
@@ -106,7 +107,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     none = jnp.zeros((B, G, R, 1), jnp.float32)
     start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
     top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale,
-                            sliding=sliding, softcap=softcap, bias=bias, wanted=wanted, value_width=value_width)
+                            sliding=sliding, softcap=softcap, bias=bias, wanted=wanted, value_width=value_width,
+                            part=part)
     some = total != 0       # true for NaN, which must remain
     total = jnp.where(some, total, 1)
     return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
@@ -136,14 +138,15 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
-             length: Array, held: Array | None, scales: Array | None, table: Array | None) -> Array:
+             length: Array, held: Array | None, scales: Array | None, table: Array | None,
+             part: tuple[int, int] | None = None) -> Array:
     """Loops over the blocks of slots of a cache, computes the products of queries and keys in each, and updates an
     array by them: `array = visit(block, array)`.
 
     Args:
         visit: returns the next array, `[..., S']`.
         start: returns the first array for a number of slots, which may be more than `S`.
-        q, cache, length, held, scales, table: see `cache_attention`.
+        q, cache, length, held, scales, table, part: see `cache_attention`.
 
     Returns:
         The last array, cut to `[..., S]`.
@@ -152,7 +155,7 @@ def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[i
     unit = _unit(cache, table)
     positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, scales, table,
-                 scale=1.0, sliding=None, softcap=None)[..., :slots]
+                 scale=1.0, sliding=None, softcap=None, part=part)[..., :slots]
 
 
 def block_maxima(q: Array, cache: Array, length: Array, held: Array | None, scales: Array | None, table: Array | None,
@@ -178,7 +181,7 @@ def block_maxima(q: Array, cache: Array, length: Array, held: Array | None, scal
 
     positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     found = _walk(visit, jnp.full((*q.shape[:3], full // each), -jnp.inf), q, cache, length, positions, held, scales,
-                  table, scale=1.0, sliding=None, softcap=None, first=first)
+                  table, scale=1.0, sliding=None, softcap=None, part=(first, q.shape[3]))
     more = -found.shape[3] % (size // each)
     found = jnp.pad(found, ((0, 0),) * 3 + ((0, more),), constant_values=-jnp.inf)
     return found.reshape(*found.shape[:3], -1, size // each).max(-1)[..., :-(-slots // size)]
@@ -194,13 +197,13 @@ def _unit(cache: Array, table: Array | None) -> int:
 def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
-          bias: Callable[[Array, Array], Array] | None = None, wanted: Array | None = None, first: int = 0,
-          value_width: int = 0) -> Carry:
+          bias: Callable[[Array, Array], Array] | None = None, wanted: Array | None = None,
+          part: tuple[int, int] | None = None, value_width: int = 0) -> Carry:
     """Visits the scores of block after block: `carry = visit(block, carry)`."""
     d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
     if table is None:
         slots = page
-        if slots > BLOCK and slots % BLOCK:
+        if slots > BLOCK and slots % BLOCK and part is None:
             raise ValueError(f"cache: got {slots} slots, takes at most {BLOCK} or a multiple of {BLOCK}")
     else:
         more = -table.shape[1] % (unit // page)
@@ -208,23 +211,26 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
         held = held if held is None else jnp.pad(held, ((0, 0), (0, 0), (0, more * page)), constant_values=-1)
         slots = table.shape[1] * page
 
-    def read(x: Array, i: Array, block: int, axis: int) -> Array:
-        """Returns block `i` of an array whose axis of slots is `axis`."""
+    def read(x: Array, i: Array, block: int, axis: int, part: tuple[int, int] | None = None) -> Array:
+        """Returns block `i` of an array whose axis of slots is `axis`; of the channels of a cache those in `part`."""
+        if table is None and part is not None:
+            return lax.dynamic_slice(x, (0, 0, i * block, part[0]), (*x.shape[:2], block, part[1]))
         if table is None:
             return lax.dynamic_slice_in_dim(x, i * block, block, axis)
         numbers = lax.dynamic_slice_in_dim(table, i * (block // page), block // page, 1)
         pages = jnp.moveaxis(jnp.take(x, numbers, axis=0), 1, axis)
-        return pages.reshape(*pages.shape[:axis], block, *pages.shape[axis + 2:])
+        pages = pages.reshape(*pages.shape[:axis], block, *pages.shape[axis + 2:])
+        return pages if part is None else lax.slice_in_dim(pages, part[0], sum(part), axis=3)
 
     def walk(block: int, cache: Array, length: Array) -> Carry:
         def step(i: Array, carry: Carry) -> Carry:
-            both = read(cache, i, block, 2)[:, :q.shape[1]]
+            both = read(cache, i, block, 2, part)[:, :q.shape[1]]
             worth = None
             if scales is not None:
                 both = both.astype(q.dtype)
                 each = read(scales, i, block, 3)[:, :q.shape[1]].astype(jnp.float32)
                 key_scales, worth = each[:, :, :1], each[:, :, 1:]
-            keys = both[..., first:first + d]
+            keys = both[..., :d]
             values = both[..., both.shape[-1] - value_width:]
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]

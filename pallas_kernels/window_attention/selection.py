@@ -17,13 +17,15 @@ from decodax.pallas_kernels.window_attention.reference import MASKED, AttentionB
 
 class CachedKeys(NamedTuple):
     """A cache in which the slot of a token is its position, as `reference.cache_attention` takes it: its arrays, the
-    number of slots to read in each row, the positions in visible slots, the scales and the table of pages."""
+    number of slots to read in each row, the positions in visible slots, the scales, the table of pages, and the
+    channels of a slot that are its key."""
 
     cache: Array
     length: Array
     held: Array | None
     scales: Array | None
     table: Array | None
+    part: tuple[int, int] | None = None
 
     @property
     def slots(self) -> int:
@@ -148,7 +150,7 @@ class TopBlocks(KeyChoice):
                           preferred_element_type=jnp.float32).reshape(B, N, W, K)
         near = jnp.where(mask[:, None], near, -jnp.inf)
         far = jnp.zeros((B, N, W, 0)) if cached is None else reference.block_maxima(
-            queries, *cached, size=size, first=self.first).reshape(B, N, W, -1)
+            queries, *cached[:5], size=size, first=self.first).reshape(B, N, W, -1)
         C = far.shape[-1]
         # A column for each block of the cache, and further ones for blocks of the window beyond these: any positions
         # may be in a window without a cache.

@@ -46,9 +46,9 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-
 
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
-    "lud": {}, "s3d": {}, "hamburger": {}, "scheduled-sampling": dict(answers=256), "mbr": dict(answers=256),
-    "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {}, "dparallel": dict(answers=256, peak=3e-5),
-    "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
+    "lud": {}, "s3d": {}, "hamburger": {}, "apar": {}, "scheduled-sampling": dict(answers=256),
+    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {},
+    "dparallel": dict(answers=256, peak=3e-5), "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
 OWN_ANSWERS = ("dparallel", "learn2pd")
@@ -122,10 +122,10 @@ class Options:
     objective: str | None = _option(
         "what is learned: the next tokens; to exit after any layer (layerskip) or after some (soft); to predict after "
         "wrong guesses, for Jacobi decoding (msn, cllm); several tokens at masks (space), also without the middle "
-        "layers (s3d), or units at placeholders (lud); groups of tokens at one position (hamburger); after the model's "
-        "own tokens; the best of its own samples (mbr); an end that surely comes (nmst); heads that predict "
+        "layers (s3d), or units at placeholders (lud); groups of tokens at one place (hamburger); to fork for details "
+        "(apar); after the model's own tokens; the best of its samples (mbr); a sure end (nmst); heads that predict "
         "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion model's answers to be surer of "
-        "them (dparallel), or a filter that knows when it is right (learn2pd)", only="tune", choices=tuple(TUNED))
+        "them (dparallel), or a filter that knows if it is right (learn2pd)", only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus; '
                                     "specdec needs pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
@@ -154,6 +154,9 @@ class Options:
     mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
                                "padding token; any-subset: if that ends texts, one that the data does not have)", None,
                                "drafter tune")
+    distill: float = _option("hamburger: weight of the KL divergence from the model before the training", 0.0, "tune")
+    fork: str | None = _option("apar: name or id of the control token [Fork] (default: an unused one)", None, "tune")
+    child: str | None = _option("apar: name or id of [Child] (default: an unused one)", None, "tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")

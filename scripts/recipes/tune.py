@@ -28,7 +28,7 @@ from decodax.train.tuning.hamburger import RATES
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
-from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedEnd, TunedGroups, TunedHeads, checked
+from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedBranches, TunedEnd, TunedGroups, TunedHeads, checked
 from recipes.cards import changes, files_of, write_card, write_facts
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
@@ -100,23 +100,6 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
     return Tuned(lm, options.objective in ("layerskip", "soft"))
 
 
-def mask_of(options: Options, lm: Any, rows: ExampleRows) -> int:
-    """Returns the mask token of an any-subset model, which no text may have: `--mask`, the padding token, or if that
-    also begins or ends texts, the last token that the data does not have.
-
-    Raises:
-        ValueError: the data has all tokens.
-    """
-    if options.mask is not None:
-        return options.mask
-    if lm.pad not in (*ends_of(lm), lm.bos):
-        return int(lm.pad)
-    unused = np.setdiff1d(np.arange(lm.vocab_size), [*rows.tokens.ravel(), *ends_of(lm), lm.pad, lm.bos or 0])
-    if not unused.size:
-        raise ValueError("mask: got None, and the data has all tokens of the vocabulary; takes the id of one")
-    return int(unused[-1])
-
-
 def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
     """Returns the loss."""
     network, dtype, span = lm.model, options.dtype, options.span or SPAN
@@ -135,7 +118,8 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
         case "s3d":
             return tuning.SkippyLoss(network, mask, span, options.skip, dtype=dtype)
         case "hamburger":
-            return tuning.HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP), dtype=dtype)
+            return tuning.HamburgerLoss(network, HamburgerHead.of(network.config, options.span or GROUP),
+                                        distill=options.distill, dtype=dtype)
         case "scheduled-sampling":
             return tuning.ScheduledSamplingLoss(network, options.steps, options.replaced, dtype)
         case "cllm":
@@ -143,7 +127,8 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
         case "nmst":
             return tuning.SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
         case "any-subset":
-            return tuning.AnySubsetLoss(network, mask_of(options, lm, rows), dtype=dtype)
+            return tuning.AnySubsetLoss(network, tuning.mask_token(lm, rows.tokens.ravel().tolist(), options.mask),
+                                        dtype=dtype)
         case "autodeco":
             return tuning.DecodingHeadsLoss(network, dtype)
     return WeightedAnswers(network, 0.0, dtype)
@@ -171,6 +156,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if options.objective == "mbr":
         examples = selected_answers(lm, examples[:options.answers or 256], rule_of(options), options.candidates,
                                     options.new_tokens, options.seed)
+    control = ()
+    if options.objective == "apar":
+        control = tuning.tokens_to_write(lm, examples, options.fork, options.child)
+        examples = tuning.branching_examples(lm, [Path(file) for file in options.data], *control)
+        console.print(f"[Fork] is token {control[0]}, [Child] {control[1]}", soft_wrap=True, markup=False)
     rows = ExampleRows.of(examples, length)
     if rows.cut:
         console.print(f"{rows.cut} of {len(rows)} rows are cut to {length} tokens (--length)", soft_wrap=True)
@@ -180,9 +170,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
                                   mesh, console)
     objective, key = objective_of(options, lm, used), jax.random.key(options.seed)
-    tuned = tuned_of(options, lm, objective, used, key)
+    tuned = TunedBranches(lm, *control, (held, used)) if control else tuned_of(options, lm, objective, used, key)
     batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
-    frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if options.objective == "autodeco" else ()
+    needs = options.objective == "autodeco" or options.distill
+    frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if needs else ()
     batches: Any = ExampleBatches(used.arrays, batch, options.seed)
     if options.objective == "lud":
         sure = tuning.sure_tokens(lm, used, options.sure)
@@ -210,8 +201,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(run: TrainingRun) -> Any:
         now, step = jax.random.fold_in(key, run.step), jnp.int32(run.step)
         return {"layerskip": (now, step), "scheduled-sampling": (now, step), "msn": now,
-                "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen)
-                }.get(str(options.objective))
+                "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen),
+                "hamburger": frozen}.get(str(options.objective))
 
     def losses(params: Any) -> dict[str, float]:
         """Returns the held-out losses by their names."""
@@ -227,6 +218,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     def tokens_a_forward(params: Any) -> float:
         """Returns the mean number of tokens of a forward pass of the method that the model is tuned for."""
+        if isinstance(tuned, TunedBranches):
+            return tuned.tokens_a_forward(params, NEW)
         if isinstance(tuned, TunedGroups):
             own, method = lm.with_params(params[0]), dx.algorithms.make("hamburger", lm, tuned.drafter(params[1]))
         else:
@@ -245,7 +238,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         # placed as the trained weights are, which compiles nothing more
         before = losses(jax.device_put(tuned.start, tuned.shardings(mesh)
                                        or NamedSharding(mesh, PartitionSpec())))
-        if options.objective in DRAFTING or isinstance(tuned, TunedGroups):
+        if options.objective in DRAFTING or isinstance(tuned, TunedGroups | TunedBranches):
             own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
             before["tokens_a_forward"], after["tokens_a_forward"] = tokens_a_forward(tuned.start), tokens_a_forward(own)
         told, figures = changes(before, after)

@@ -29,6 +29,7 @@ from decodax.models import (
     Mamba2Config,
     MambaConfig,
     NormConfig,
+    OutputGate,
     Rope,
     Rwkv7,
     Rwkv7Config,
@@ -79,6 +80,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "experts beside an MLP": lambda: Transformer(dataclasses.replace(BASE, layers=(BASE.layers[0], dataclasses.replace(
         BASE.layers[1], experts=Experts(6, 2, 12, shared=20, logit_scale=0.25, expert_scale=True, branch_norms=True)))),
     ),
+    "heads and norms of each place": lambda: Transformer(dataclasses.replace(
+        BASE, block="sandwich", embed_norm=True, embed_norm_kind=NormConfig(scaled=False), out_norm_kind=NormConfig(
+            eps=0.3), last_norm_kind=NormConfig(eps=0.1, unit_offset=True), layers=(
+            dataclasses.replace(BASE.layers[0], heads=6, sliding=5, output_gate=OutputGate("heads", "softplus")),
+            dataclasses.replace(BASE.layers[1], heads=2, sinks=True, output_gate=OutputGate("channels", bias=True)),
+            dataclasses.replace(BASE.layers[2], heads=8, reads=1)))),
     "dual chunks": lambda: Transformer(dual_chunk(BASE, 12, 4)),
     "elu": lambda: Transformer(linear(BASE)), "elu beside softmax": lambda: Transformer(linear(BASE, layers=(0, 2))),
     "linearized": lambda: Transformer(linearized(BASE, group=8, kernel=9)),
@@ -97,7 +104,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         dataclasses.replace(BASE.layers[0], index=BlockIndex(2, 10, 3, 2)),
         dataclasses.replace(BASE.layers[1], index=BlockIndex(4, 8, 4, 3, 2))))),
     "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
-        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate="channels"),
+        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)),
+        dataclasses.replace(BASE.layers[1], output_gate=OutputGate("channels")),
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
     "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),

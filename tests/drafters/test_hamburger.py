@@ -109,6 +109,29 @@ def test_logits_ends_and_losses_are_those_of_the_authors_training():
     assert float(scalars["stop"]) == pytest.approx(STOP, rel=1e-4)
 
 
+def test_a_teacher_reads_the_text_token_by_token_and_groups_are_compared_with_it():
+    """Of a text with groups of one token the model is its own teacher."""
+    target, drafter = checkpoint()
+    loss = HamburgerLoss(target.model, drafter.head, distill=2.0)
+    texts = [[[3], [17], [22, 30], [1], [8, 14, 25, 6]], [[5], [9, 2], [11]]]
+    groups, params = groups_of(texts, 2, 6), (target.params, drafter.params)
+    teacher = jax.tree.map(lambda x: x * 1.1, target.params)
+    logits = jax.nn.log_softmax(jax.jit(loss.outputs)(params, groups)[0])
+    apart = []
+    for row, text in enumerate(texts):
+        whole = jnp.asarray([[*itertools.chain(*text)]])
+        known = jax.nn.log_softmax(target.model.forward(teacher, whole)[0])
+        at = [(i - 1, j) for i in range(1, len(text)) for j in range(len(text[i]))]
+        apart += [float((jnp.exp(p) * (p - logits[row, i, j])).sum())
+                  for p, (i, j) in zip(known, at, strict=False) if i + 1 >= 2]
+    found, scalars = jax.jit(loss)(params, groups, teacher)
+    assert float(scalars["kl"]) == pytest.approx(np.mean(apart), rel=1e-4)
+    assert float(found) == pytest.approx(float(scalars["cross_entropy"] + 0.5 * scalars["stop"] + 2 * scalars["kl"]))
+    alone = groups_of([[[token] for token in (3, 17, 5, 9)]], 1, 4)
+    assert float(jax.jit(loss)(params, alone, target.params)[1]["kl"]) == pytest.approx(0, abs=1e-5)
+    assert "kl" not in jax.jit(HamburgerLoss(target.model, drafter.head))(params, groups, None)[1]
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("confidence", often([0.5], TEXTS))
 def test_the_text_is_that_of_the_authors_loop(confidence):

@@ -96,8 +96,12 @@ def test_drafting_computes_the_logits_of_training(name):
     following = jnp.stack([row[n:n + 3] for row, n in zip(whole, given, strict=True)])
     drafted, _ = jax.jit(functools.partial(drafted_logits, source))(params, s, following)
     for row, n in enumerate(given):
-        wanted = np.stack([x[row, n - 2] for x, _ in trained])
-        np.testing.assert_allclose(drafted[row], wanted, atol=2e-5, rtol=1e-5)
+        for found, (x, _) in zip(drafted[row], trained, strict=True):
+            # EAGLE-1 feeds its state back without a norm: it grows to 99 and logits to 55 at the fourth token, where
+            # features changed in their last bit change logits by 6e-5. In float64 throughout, drafts and training
+            # differ by 3e-14, so what differs here is rounding, in proportion to the logits of a depth.
+            size = float(jnp.abs(x).max())
+            np.testing.assert_allclose(found, x[row, n - 2], atol=max(2e-5, 4e-6 * size), rtol=1e-5)
 
 
 @pytest.mark.wide

@@ -88,9 +88,11 @@ def test_ragged_windows_equal_transformers_left_and_right_padded(case: Any) -> N
     left_live = LIVE[:, ::-1].copy()
     left = transformers_logits(reference, np.where(left_live, left_tokens, 0), left_live)
     right = transformers_logits(reference, np.where(LIVE, TOKENS, 0), LIVE)
-    if reference.config.model_type in ("llama4_text", "minimax_m3_vl_text", "recurrent_gemma") or biased_convolution(
+    kind = reference.config.model_type
+    if kind in ("deepseek_v4", "llama4_text", "minimax_m3_vl_text", "recurrent_gemma") or biased_convolution(
             reference.config):
-        # Llama 4's query scale, blocks of MiniMax M3 and convolutions after a bias count padding in transformers 5.24.
+        # Groups of DeepSeek V4, Llama 4's query scale, blocks of MiniMax M3 and convolutions after a bias count padding
+        # in transformers 5.24.
         left[left_live] = right[LIVE]
     step = rollout(model)
 

@@ -27,14 +27,17 @@ WITHOUT_EFFECT_HERE = {
     "qwen3_moe": {"use_sliding_window"},
     "qwen2_moe": {"sliding_window", "max_window_layers", "decoder_sparse_step", "layer_types"},
     "smollm3": {"use_sliding_window", "no_rope_layer_interval", "layer_types"},
+    "deepseek_v4": {"compress_rope_theta", "partial_rotary_factor", "qk_rope_head_dim", "rope_theta"},
     "ernie4_5_moe": {"moe_layer_end_index", "moe_layer_interval"}, "exaone4": {"sliding_window_pattern"},
     "llama4_text": {"interleave_moe_layer_step", "no_rope_layer_interval"},
     # computed from the widths of the two parts of a head
     **{kind: {"head_dim", "qk_head_dim"} for kind in ("deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4",
                                                                  "youtu")},
     "glm4_moe_lite": {"qk_head_dim"},
-    "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
-    "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
+    **{kind: {"head_dim", "qk_head_dim", "first_k_dense_replace"}
+       for kind in ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text")},
+    "bailing_hybrid": {"head_dim", "qk_head_dim", "first_k_dense_replace", "layer_group_size", "rope_theta",
+                       "short_conv_kernel_size"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},
     # not read by transformers either
     "nemotron_h": {"expand", "residual_in_fp32"},

@@ -14,7 +14,8 @@ from decodax.models.feed_forward import Mixture
 ROUTERS = [Experts(6, 2, 5), Experts(6, 2, 5, False, score="sigmoid", scale=2.5),
            Experts(6, 3, 5, score="sigmoid", correction=True, groups=3, kept_groups=2),
            Experts(6, 2, 5, score="softmax", groups=2, kept_groups=1, group_score="max", normalise=False),
-           Experts(6, 2, 5, score="sqrtsoftplus", correction=True), Experts(6, 2, 5, score="logits", bias=True),
+           Experts(6, 2, 5, score="sqrtsoftplus", correction=True, softcap=0.7),
+           Experts(6, 2, 5, score="logits", bias=True),
            Experts(6, 2, 5, False, score="sigmoid", where="input", bias=True, shared=4, shared_gate=True)]
 
 
@@ -37,6 +38,7 @@ def test_a_router_with_each_of_its_fields_is_the_plain_loop_over_tokens(e: Exper
     sigmoid, silu = lambda z: 1 / (1 + np.exp(-z)), lambda z: z / (1 + np.exp(-z))
     for t, token in enumerate(x[0]):
         logits = token @ value(mixture.router.kernel) + value(mixture.router.bias)
+        logits = e.softcap * np.tanh(logits / e.softcap) if e.softcap else logits
         score = {"softmax": np.exp(logits) / np.exp(logits).sum(), "sigmoid": sigmoid(logits), "logits": logits,
                  "sqrtsoftplus": np.sqrt(np.log1p(np.exp(logits)))}[e.score]
         choice = (score + value(mixture.correction)).reshape(e.groups, -1)

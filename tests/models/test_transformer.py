@@ -60,6 +60,13 @@ def test_the_positions_a_model_covers_are_known(
     assert Transformer(config, context=context).max_positions == expected
 
 
+def test_query_heads_of_a_layer_that_its_keys_do_not_divide_are_refused() -> None:
+    for heads, message in ((3, "kv_heads: got 2 for layer 0, takes a divisor of heads = 3"),
+                           (0, "heads: got 0 for layer 0, takes 1 or more")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(SMALL, kv_heads=2, layers=(dataclasses.replace(SMALL.layers[0], heads=heads),))
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"heads": 3, "kv_heads": 2}, "heads: got 3, which is not a multiple of kv_heads = 2"),
     ({"head_dim": 6}, "rope width: got 8, more than head_dim = 6"),

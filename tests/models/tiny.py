@@ -41,6 +41,10 @@ GEMMA4 = {**SMALL_WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_laye
 KIMI = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
         "num_hidden_layers": 3, "linear_head_dim": 6, "linear_num_heads": 2, "moe_intermediate_size": 24,
         "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LING = {"num_key_value_heads": 4, "num_hidden_layers": 3, "layer_group_size": 2, "head_dim": 6, "kv_lora_rank": 16,
+        "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "moe_intermediate_size": 24,
+        "num_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "n_shared_experts": 2, "attention_bias": True, "kda_lower_bound": -3.0}
 NEMOTRON = {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": None,
             "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.7}
@@ -57,12 +61,32 @@ MINIMAX_M3 = {"head_dim": 16, "rotary_dim": 8, **rope("default", partial_rotary_
               "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 2,
               "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
               "mlp_layer_types": ["sparse", "dense", "sparse"]}
+LARGE = {**{key: value for key, value in MLA.items() if key != "q_lora_rank"}, **DSA, "num_hidden_layers": 6,
+         "attention_bias": True, "n_group": 2, "final_logit_softcapping": 4.0, "no_rope_layers": [1, 1, 0, 1, 0, 1],
+         "kv_source_layers": [0, 0, 2, 0, 2, 5],
+         "indexer_types": ["full", "full", "shared", "shared", "full", "full"],
+         **rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0)}
 GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
                "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+V4 = {"num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 12, "moe_intermediate_size": 24,
+      "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "o_groups": 2, "o_lora_rank": 6,
+      "hc_mult": 3, "hc_sinkhorn_iters": 4, "compress_rates": {
+          "compressed_sparse_attention": 2, "heavily_compressed_attention": 5}, "index_n_heads": 16,
+      "index_head_dim": 12, "index_topk": 3, "swiglu_limit": 0.6, "num_hash_layers": 1, "num_hidden_layers": 4,
+      "intermediate_size": 24, "layer_types": ["sliding_attention", "compressed_sparse_attention",
+                                                 "heavily_compressed_attention", "compressed_sparse_attention"]}
 FALCON_H1 = {"mamba_d_ssm": 24, "head_dim": 16, "key_multiplier": 0.6, "lm_head_multiplier": 0.7,
              "embedding_multiplier": 3.0, "mlp_multipliers": [0.9, 0.6], "attention_out_multiplier": 0.8,
              "attention_in_multiplier": 1.2, "ssm_multipliers": [0.4, 0.6, 0.7, 0.5, 0.9], "ssm_in_multiplier": 1.3,
              "ssm_out_multiplier": 0.7}
+LAGUNA = {**SMALL_WINDOW, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+          "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7}
+MUSE = {**SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 3, "rms_norm_eps": 0.05, "post_norm_eps": 0.3,
+        "qk_scale_factor": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}
+MUSE_EYE: dict[str, Any] = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                      "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+    "out_hidden_size": 64, "projector_hidden_size": 16}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -190,6 +214,16 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "granite-swa": ("granite_swa", {**SMALL_WINDOW, **GRANITE_SWA, "mlp_bias": True, "attention_bias": True}, None),
     "granite-moe-swa": ("granitemoe_swa", {**SMALL_WINDOW, **GRANITE_SWA, "num_local_experts": 4,
                                            "shared_intermediate_size": 20}, None),
+    "laguna": ("laguna", {
+        **LAGUNA, "num_hidden_layers": 3, "num_attention_heads_per_layer": [4, 6, 8], "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention"], "moe_router_logit_softcapping": 1.5,
+        "rope_parameters": {"full_attention": {**YARN["rope_parameters"], "partial_rotary_factor": 0.5},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, None),
+    "laguna-channels": ("laguna", {**LAGUNA, "gating": "per-element", "attention_bias": True,
+                                   "mlp_layer_types": ["sparse", "dense"], "tie_word_embeddings": True}, None),
+    "muse-glimmer": ("muse_glimmer_text", {**MUSE, "attention_bias": True}, None),
+    "muse-glimmer-ropes": ("muse_glimmer_text", {**MUSE, "num_hidden_layers": 2, "layer_rope_theta": [0, 1e4],
+                                                 "layer_types": ["sliding_attention", "full_attention"]}, None),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
@@ -203,10 +237,15 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                            "norm_topk_prob": False}, None),
     "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
     "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
+    "deepseek-v4": ("deepseek_v4", {**V4, **rope("yarn", factor=4.0, original_max_position_embeddings=16)}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
                                             max_position_embeddings=64)}, None),
+    "mistral-large4": ("mistral_large4_text", LARGE, None),
+    "mistral-large4-plain": ("mistral_large4_text", {
+        key: value for key, value in {**LARGE, "num_hidden_layers": 2, "no_rope_layer_interval": 2}.items()
+        if key not in ("no_rope_layers", "kv_source_layers", "indexer_types", "attention_bias")}, None),
     "youtu": ("youtu", {key: value for key, value in MLA.items() if "expert" not in key and key not in (
         "moe_intermediate_size", "routed_scaling_factor")}, None),
     # Which layers rotate does not decide which ones attend in chunks.
@@ -239,6 +278,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "kimi-linear": ("kimi_linear", {**KIMI, "num_experts": 4, "num_expert_group": 2, "topk_group": 2}, None),
     "kimi-linear-query": ("kimi_linear", {**KIMI, "q_lora_rank": 12, "num_experts": 4, "mlp_layer_types": [
         "sparse", "dense", "dense"]}, None),
+    "ling3": ("bailing_hybrid", LING, None),
+    "ling3-plain": ("bailing_hybrid", {**LING, "q_lora_rank": None, "kda_safe_gate": False, "attention_bias": False,
+                                       "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                                       "mlp_layer_types": ["sparse", "dense", "dense"]}, None),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
                       "block_multiple_of": 12}, None),
     "lfm2-bias": ("lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
@@ -280,8 +323,9 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "minimax-m3-local", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
-         "lfm2-bias", "lfm2-moe", "lfm3-plain", "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro",
-         "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first", "jamba-dense"}
+         "laguna-channels", "lfm2-bias", "lfm2-moe", "lfm3-plain", "muse-glimmer-ropes", "nemotron-h-dense",
+         "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first",
+         "jamba-dense", "mistral-large4-plain", "ling3-plain"}
 """Cases that differ little from another one."""
 
 
@@ -291,15 +335,24 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     import transformers
 
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
+    entries = {**COMMON, **options, **more}
+    if kind == "muse_glimmer_text":     # transformers 5.24 has it inside a model that sees images alone
+        kind, entries = "muse_glimmer", {"text_config": entries, **MUSE_EYE}
+    config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
     attention = "sdpa" if options.get("alibi") else "eager"
     if kind == "mistral4":      # the text part of Mistral Small 4, which transformers 5.24 has under no Auto class
         config._attn_implementation = attention
         model = transformers.Mistral4ForCausalLM(config).eval()
+    elif kind == "mistral_large4_text":     # transformers has a head for it beside an encoder of images alone
+        sight = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 16}
+        whole = transformers.MistralLarge4Config(text_config=config, vision_config=sight)
+        model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation=attention).eval()
     else:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        auto = transformers.AutoModelForImageTextToText if kind == "muse_glimmer" else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():
             # wide enough that a wrong norm, scale or window shows in the logits
@@ -307,6 +360,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
         for name, buffer in model.named_buffers():
             if any(part in name for part in ("correction", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + ("layer_scalar" in name))
+            if "tid2eid" in name:
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, :buffer.shape[1]])
     return model
 
 

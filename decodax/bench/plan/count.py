@@ -281,12 +281,13 @@ def count(s: Setup) -> DeviceCounts:
 
     per_token = 2 * _active(model)
     # In the absorbed form of latent attention, both products have the width of a latent.
-    attended = sum(4 * c.heads * read.shape.width * (read.held if cached else s.width) for read in reads)
+    heads = lambda read: c.query_heads(c.layers[read.layer])
+    attended = sum(4 * heads(read) * read.shape.width * (read.held if cached else s.width) for read in reads)
     flops = tokens * (per_token + attended) / across
     # A token of the prompt attends to the tokens before it; only the last token needs logits.
-    seen = sum((w * (w + 1) // 2 + (s.live - w) * w) * c.key_width(c.layers[read.layer])
+    seen = sum((w * (w + 1) // 2 + (s.live - w) * w) * heads(read) * c.key_width(c.layers[read.layer])
                for read in reads for w in (read.held,))
-    prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * seen
+    prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * seen
     reductions = sum(1 if layer.half else 2 for layer in c.layers) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
     # Over an axis "expert", each mixture gathers the tokens of all devices, and scatters their sums.

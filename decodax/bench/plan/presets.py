@@ -98,10 +98,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-v3.2": {**_DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128,
                       "index_n_heads": 64},
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4", "num_hidden_layers": 43,
+        "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65_536,
+                         "beta_fast": 32.0, "beta_slow": 1.0}},
     "kimi-k2": {**_DEEPSEEK, "model_type": "kimi_k2", "vocab_size": 163_840, "num_attention_heads": 64,
                 "num_key_value_heads": 64, "n_routed_experts": 384, "routed_scaling_factor": 2.827, "n_group": 1,
                 "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 131_072, "rope_theta": 50_000.0,
                 "rope_scaling": {**_DEEPSEEK["rope_scaling"], "factor": 32.0, "beta_fast": 1.0}},
+    "mistral-large-4": {
+        "model_type": "mistral_large4_text", "vocab_size": 204_800, "hidden_size": 6144, "intermediate_size": 24_576,
+        "moe_intermediate_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "n_routed_experts": 128, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 32,
+        "index_head_dim": 128, "index_topk": 2048, "final_logit_softcapping": 30.0, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 1_048_576, "tie_word_embeddings": False},
     "glm-4.7-flash": {**_DEEPSEEK, "model_type": "glm4_moe_lite", "vocab_size": 154_880, "hidden_size": 2048,
                       "intermediate_size": 10_240, "moe_intermediate_size": 1536, "num_hidden_layers": 47,
                       "num_attention_heads": 20, "num_key_value_heads": 20, "n_routed_experts": 64,
@@ -142,6 +153,17 @@ PRESETS: dict[str, dict[str, Any]] = {
                       "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "n_routed_experts": 256,
                       "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "hidden_act": "silu",
                       "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144, "tie_word_embeddings": False},
+    "laguna-xs-2": {"model_type": "laguna", "vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192,
+                    "num_hidden_layers": 40, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+                    "num_attention_heads_per_layer": [64 if i % 4 else 48 for i in range(40)], "sliding_window": 512,
+                    "layer_types": ["sliding_attention" if i % 4 else "full_attention" for i in range(40)],
+                    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                    "shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
+                    "max_position_embeddings": 131_072, "tie_word_embeddings": False},
+    "muse-glimmer-30b": {"model_type": "muse_glimmer_text", "vocab_size": 202_048, "hidden_size": 6656,
+                         "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32,
+                         "num_key_value_heads": 2, "head_dim": 128, "sliding_window": 2048,
+                         "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "tie_word_embeddings": False},
     "llama-4-scout": {"model_type": "llama4_text", "vocab_size": 202_048, "hidden_size": 5120,
                       "intermediate_size": 8192, "intermediate_size_mlp": 16_384, "num_hidden_layers": 48,
                       "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
@@ -212,6 +234,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "model_max_length": 1_048_576, "linear_attn_config": {
             "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128,
             "short_conv_kernel_size": 4}, "tie_word_embeddings": False},
+    "ling-3.0-flash": {
+        "model_type": "bailing_hybrid", "vocab_size": 157_184, "hidden_size": 2560, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 42, "num_attention_heads": 32, "head_dim": 128,
+        "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 2, "layer_group_size": 6,
+        "short_conv_kernel_size": 4, "kda_safe_gate": True, "kda_lower_bound": -5.0, "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 6e6,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 262_144, "tie_word_embeddings": False},
     "llada-8b": {"model_type": "llada", "vocab_size": 126_464, "embedding_size": 126_464, "d_model": 4096,
                  "mlp_hidden_size": 12_288, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "rope_theta": 500_000.0,
                  "max_sequence_length": 4096, "rms_norm_eps": 1e-5, "weight_tying": False, "activation_type": "silu",
@@ -225,7 +255,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Llama 4 (Meta, 2025), Qwen3 (Yang et al., 2025), Qwen3-Next
 and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025)
 and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
-Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2 and M3, Hy3, ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and
+Team, 2025), DeepSeek V4 Flash (DeepSeek-AI, 2026), Mistral Large 4 (Mistral AI, 2026) and Ling 3.0 Flash (inclusionAI,
+2026), all three as configured by transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM
+Team, 2025), MiniMax-M2 and M3, Hy3, ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer, Mistral Small 3.2 and
 Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025),
 LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
 
@@ -235,16 +267,18 @@ SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "qwen3.5-9b": ("v5e:2x4", (2, 4)), "qwen3.5-35b-a3b": ("v5p:2x2x2", (4, 2)), "gemma-3-27b": ("v5e:2x4", (1, 8)),
     "gemma-4-e2b": ("v5e:2x4", (4, 2)), "gemma-4-31b": ("v6e:2x4", (2, 4)), "gemma-4-26b-a4b": ("v6e:2x4", (2, 4)),
     "gpt-oss-20b": ("v5e:2x4", (1, 8)), "gpt-oss-120b": ("v5p:2x2x2", (1, 8)), "deepseek-v3": ("v5p:4x4x4", (2, 8, 4)),
-    "deepseek-v3.2": ("v5p:4x4x4", (2, 8, 4)), "kimi-k2": ("v5p:4x4x4", (2, 8, 4)),
+    "deepseek-v3.2": ("v5p:4x4x4", (2, 8, 4)), "deepseek-v4-flash": ("v5p:2x2x2", (1, 8)),
+    "kimi-k2": ("v5p:4x4x4", (2, 8, 4)), "mistral-large-4": ("v5p:4x4x4", (2, 8, 4)),
     "glm-4.7-flash": ("v6e:2x4", (2, 4)), "glm-4.5-air": ("v5p:2x2x2", (1, 8)), "glm-4.6": ("v5p:2x4x4", (4, 8)),
     "minimax-m2": ("v5p:2x2x2", (1, 8)), "minimax-m3": ("v5p:2x4x4", (2, 4, 4)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
     "ernie-4.5-21b-a3b": ("v5e:2x4", (2, 4)), "mimo-v2-flash": ("v5p:2x2x2", (1, 8)),
+    "laguna-xs-2": ("v6e:2x4", (2, 4)), "muse-glimmer-30b": ("v6e:2x4", (4, 2)),
     "llama-4-scout": ("v5p:2x2x2", (1, 8)), "mistral-small-3.2-24b": ("v5e:2x4", (1, 8)),
     "ministral-3-14b": ("v5e:2x4", (1, 8)), "phi-4": ("v6e:2x4", (4, 2)), "smollm2-135m": ("v5e:2x2", (4, 1)),
     "smollm3-3b": ("v5e:2x4", (2, 4)), "seed-oss-36b": ("v5e:2x4", (1, 8)), "lfm2-1.2b": ("v5e:2x4", (1, 8)),
     "lfm2-8b-a1b": ("v5e:2x4", (1, 8)), "nemotron-3-nano-30b-a3b": ("v6e:2x4", (2, 4)),
     "granite-4.0-h-tiny": ("v5e:2x4", (2, 4)), "falcon-h1-0.5b": ("v5e:2x4", (4, 2)), "jamba-v0.1": ("v6e:2x4", (2, 4)),
-    "kimi-linear-48b-a3b": ("v6e:2x4", (1, 8)), "llada-8b": ("v6e:2x4", (2, 4)), "llada2-mini": ("v5p:2x2x2", (2, 4)),
-    "llada2-flash": ("v5p:2x2x2", (1, 8))}
+    "kimi-linear-48b-a3b": ("v6e:2x4", (1, 8)), "ling-3.0-flash": ("v5p:2x2x2", (1, 8)),
+    "llada-8b": ("v6e:2x4", (2, 4)), "llada2-mini": ("v5p:2x2x2", (2, 4)), "llada2-flash": ("v5p:2x2x2", (1, 8))}
 """A slice for each preset, with a mesh on which it fits with 16 rows of 8,192 tokens (`scripts/benchmark.py presets`).
 Where it can be, the second axis divides the key/value heads, so that no cache is repeated."""

@@ -182,7 +182,7 @@ class Halves(WholePromptReader):
     def _across(self, layer: int, qkv: tuple[Array, ...], columns: Array, start: Array, half: int,
                 scale: float) -> Part:
         """Returns attention of the half that begins at `start` to the one before it. `columns` are the sampled columns,
-        `i32[H, m]`."""
+        `i32[H, m]`, perhaps with further rows for layers with more heads."""
         q, k, v = (lax.dynamic_slice_in_dim(x, at, half, 1) for x, at in zip(
             qkv, (start, start - half, start - half), strict=True))
         kind, (B, _, H, d), G = self.kind, q.shape, k.shape[2]
@@ -195,7 +195,7 @@ class Halves(WholePromptReader):
             projections = self.projections[layer, :d]
             each = (q.reshape(B, half, G, H // G, d).transpose(0, 2, 3, 1, 4), k, v,
                     jnp.broadcast_to(count[:, None], (B, G)),
-                    jnp.broadcast_to(columns.reshape(G, H // G, -1), (B, G, H // G, columns.shape[-1])))
+                    jnp.broadcast_to(columns[:H].reshape(G, H // G, -1), (B, G, H // G, columns.shape[-1])))
             # head by head, since the scores of all blocks take much memory
             def one(x: tuple[Array, Array, Array, Array, Array]) -> Part:
                 return sampled_attention(*x, projections, block=kind.block_size, scale=scale)

@@ -134,9 +134,9 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
                  causal_sliding: bool | None = None, weights: str | Format | None = None) -> TrainedDrafter:
     """Loads a trained drafter: one of this library, or one in a layout that others have published (Medusa, Hydra and
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
-    DSpark, Domino, DFlash2, JetSpec and XPress; Gemma 4's assistants), or the layers for multi-token prediction inside
-    a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5, Hy3, Nemotron 3) or GGUF file
-    (GLM-4.5, Qwen3.5), which `decodax.load` skips.
+    DSpark, Domino, DFlash2, JetSpec and XPress; the assistants of Gemma 4 and Muse Glimmer), or the layers for
+    multi-token prediction inside a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5,
+    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5), which `decodax.load` skips.
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers

@@ -13,6 +13,7 @@ from decodax.io.drafters import dflash
 from decodax.io.drafters.assistant import is_assistant, read_assistant
 from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
 from decodax.io.drafters.further import check_further, further_in, read_further
+from decodax.io.drafters.glimmer import is_glimmer, read_glimmer
 from decodax.io.drafters.reading import tensors_in
 from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
 from decodax.io.files import CheckpointError, read_json
@@ -62,6 +63,8 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
         return "hydra" if hydra.prefix is None else "hydra-plus-plus", hydra, weights, None
     if config.get("model_type") == "mlp_speculator":
         return "mlp-speculator", *read_mlp_speculator(tensors, dtype), None
+    if is_glimmer(config):
+        return "dflash", *read_glimmer(tensors, dtype, how.config, how.layers, how.mask), None
     if dflash.is_block_head(config):
         made, own, known = dflash.read(tensors, layers=how.layers, mask=how.mask, causal_sliding=how.causal_sliding,
                                        dtype=dtype)
@@ -75,5 +78,5 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
         return "eagle", *read_eagle(tensors, dtype), None
     raise CheckpointError(f"{path}: is no drafter in a known layout (architectures {config.get('architectures')}, "
                           f"model_type {config.get('model_type')!r}); known are Medusa, Hydra, the MLP speculator, "
-                          "EAGLE-1 to 3, P-EAGLE, block heads (DFlash and its successors), Gemma 4's assistants, and "
-                          "this library's own")
+                          "EAGLE-1 to 3, P-EAGLE, block heads (DFlash and its successors), the assistants of Gemma 4 "
+                          "and Muse Glimmer, and this library's own")

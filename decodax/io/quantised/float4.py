@@ -24,7 +24,7 @@ class Mxfp4Linear(StoredLinear):
 
     def read(self, which: np.ndarray, zeroed: bool, ordered: bool) -> Mxfp4Blocks:
         codes, scales = (self.file.rows(name, which) for name in self.tensors[:2])
-        return Mxfp4Blocks(codes=_by_place(codes, mxfp4.GROUP),     # type: ignore[arg-type]
+        return Mxfp4Blocks(codes=_by_place(codes.view(np.uint8), mxfp4.GROUP),     # type: ignore[arg-type]
                            scales=scales.view(np.uint8))            # type: ignore[arg-type]
 
 
@@ -51,8 +51,8 @@ def _by_place(codes: np.ndarray, group: int) -> np.ndarray:
     return np.ascontiguousarray(np.swapaxes(codes.reshape(len(codes), -1, group // 2), -1, -2))
 
 
-def float4_linear(file: TensorReader, stem: str, outputs: int, inputs: int, codes: str, number: str, divides: bool
-                  ) -> StoredLinear:
+def float4_linear(file: TensorReader, stem: str, outputs: int, inputs: int, codes: str, number: str = "",
+                  divides: bool = False, tail: str = "weight_scale") -> StoredLinear:
     """Returns the layer of a name, in NVFP4 if its scales are 8-bit floats (E4M3), else in MXFP4.
 
     Args:
@@ -62,17 +62,18 @@ def float4_linear(file: TensorReader, stem: str, outputs: int, inputs: int, code
         codes: last part of the name of the tensor of codes.
         number: last part of the name of NVFP4's number of the whole layer.
         divides: as in `Nvfp4Linear`.
+        tail: last part of the name of the tensor of scales.
 
     Raises:
         CheckpointError: a tensor is missing or does not fit.
     """
-    scale = f"{stem}.weight_scale"
+    scale = f"{stem}.{tail}"
     nv = scale in file and file.dtype(scale) == "F8_E4M3"
     group, form = (nvfp4.GROUP, "NVFP4") if nv else (mxfp4.GROUP, "MXFP4")
     if inputs % group:
         raise CheckpointError(f"{file.where(f'{stem}.{codes}')}: got {inputs} inputs, {form} takes a multiple of "
                               f"{group}")
-    names = (file.require(f"{stem}.{codes}", ((outputs, inputs // 2),), ("U8",)),
+    names = (file.require(f"{stem}.{codes}", ((outputs, inputs // 2),), ("U8", "I8")),
              file.require(scale, ((outputs, inputs // group),), ("F8_E4M3", "U8", "F8_E8M0")))
     if not nv:
         return Mxfp4Linear(file, stem, outputs, inputs, names)

@@ -1,5 +1,6 @@
 """Weights of 8-bit floats (e4m3): the method "fp8" of transformers, with one scale for each block of 128 x 128 as in
-DeepSeek's files or one for each tensor, and "fbgemm_fp8", with one for each output.
+DeepSeek's files or one for each tensor, and "fbgemm_fp8", with one for each output. DeepSeek V4 has experts in MXFP4
+among them.
 
 Scales of activations are not read: activations stay floats.
 """
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from decodax.io.quantised.float4 import float4_linear
 from decodax.io.quantised.scheme import SCALES, Scheme, StoredLinear, byte_linear
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats.scaled import Scaled
@@ -71,7 +73,9 @@ class Float8Weights(Scheme):
         return cls(() if size is None else (tuple(size),))
 
     def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
-        return byte_linear(file, stem, outputs, inputs, ("weight_scale_inv", "weight_scale"), ("F8_E4M3",),
+        if f"{stem}.scale" in file and f"{stem}.weight" in file and file.dtype(f"{stem}.weight") == "I8":
+            return float4_linear(file, stem, outputs, inputs, "weight", tail="scale")
+        return byte_linear(file, stem, outputs, inputs, ("weight_scale_inv", "weight_scale", "scale"), ("F8_E4M3",),
                            self.blocks)
 
     def expert(self, file: TensorReader, name: str, expert: int, sizes: tuple[int, int, int], turned: bool

@@ -1,9 +1,10 @@
 """Objectives with which a whole model is tuned, one file for each paper, and the examples that they read."""
 
-from decodax.train.tuning.any_subset import AnySubsetLoss
+from decodax.train.tuning.any_subset import AnySubsetLoss, mask_token
+from decodax.train.tuning.apar import branching_examples, tokens_to_write
 from decodax.train.tuning.autodeco import DecodingHeadsLoss
 from decodax.train.tuning.cllm import ConsistencyLoss, Trajectory, TrajectoryBatches, collect_trajectories
-from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples
+from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples, unused_tokens
 from decodax.train.tuning.exits import losses_by_layer
 from decodax.train.tuning.hamburger import HamburgerLoss, grouped
 from decodax.train.tuning.layer_skip import EarlyExitLoss
@@ -18,4 +19,5 @@ from decodax.train.tuning.space import SemiAutoregressiveLoss
 __all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches",
            "ExampleRows", "HamburgerLoss", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss",
            "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SkippyLoss", "SortedLoss", "Trajectory",
-           "TrajectoryBatches", "collect_trajectories", "grouped", "losses_by_layer", "read_examples", "sure_tokens"]
+           "TrajectoryBatches", "branching_examples", "collect_trajectories", "grouped", "losses_by_layer",
+           "mask_token", "read_examples", "sure_tokens", "tokens_to_write", "unused_tokens"]

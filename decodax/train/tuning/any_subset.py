@@ -4,6 +4,7 @@ ones before it. A row takes one forward pass in two streams (`decodax.algorithms
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import Array
 from decodax.core.window import Window
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
+from decodax.train.tuning.examples import unused_tokens
 from decodax.train.tuning.exits import learned_mean
 
 Tree = Any
@@ -93,4 +95,21 @@ class AnySubsetLoss:
         return loss, {"loss": loss}
 
 
-__all__ = ["AnySubsetLoss"]
+def mask_token(lm: Any, texts: Iterable[int], mask: int | None = None) -> int:
+    """Returns the mask token of an any-subset model, which no text may have: `mask` if it is given, the padding token,
+    or if that also begins or ends texts, an unused one.
+
+    Args:
+        lm: the model, with a tokenizer.
+        texts: the tokens of all texts.
+        mask: the token's id.
+
+    Raises:
+        ValueError: the texts have all tokens.
+    """
+    if mask is None and lm.pad in (*lm.eos, lm.bos):
+        return unused_tokens(lm, texts)[0]
+    return int(lm.pad if mask is None else mask)
+
+
+__all__ = ["AnySubsetLoss", "mask_token"]

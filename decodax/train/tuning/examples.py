@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,24 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
         ValueError: no files, a model without a tokenizer or without a chat template for a chat, or a line that is no
             example; the message names it.
     """
-    if not files:
-        raise ValueError("data: got no files, takes one or more")
-    if lm.tokenizer is None:
-        raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
     end = lm.eos[:1]
     found: list[Example] = []
-    for prompt, target in (pair for file in files for pair in _pairs(file)):
+    for prompt, target in read_pairs(files, lm):
         given = [] if prompt is None else (
             lm.tokenizer.encode(prompt) if isinstance(prompt, str) else lm.tokenizer.encode_chat(prompt))
         own = lm.tokenizer.encode(target, add_special_tokens=prompt is None)
         found.append(Example((*given, *own, *end), len(given)))
     return found
+
+
+def read_pairs(files: Sequence[Path], lm: Any) -> list[tuple[str | list[dict[str, str]] | None, str]]:
+    """Returns the pairs of `read_examples` as texts: a prompt, which is a text, the messages of a chat, or None for a
+    text without one; and the text that is learned. Arguments and errors are those of `read_examples`."""
+    if not files:
+        raise ValueError("data: got no files, takes one or more")
+    if lm.tokenizer is None:
+        raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
+    return [pair for file in files for pair in _pairs(file)]
 
 
 def _pairs(file: Path) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
@@ -155,7 +161,31 @@ class ExampleBatches:
         return tuple(x[which] for x in self.arrays)
 
 
-__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples"]
+def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
+    """Returns `count` tokens of a model that texts do not have and that do not begin, end or pad a text.
+
+    They are the last ones of the vocabulary, where ids without a text and reserved tokens usually are.
+
+    Args:
+        lm: the model, with a tokenizer.
+        texts: the tokens of all texts.
+        count: number of tokens.
+
+    Raises:
+        ValueError: fewer are unused.
+    """
+    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
+    template = lm.tokenizer.special_tokens.values()
+    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
+    used = {*ends, lm.pad, lm.bos, *known, *texts}
+    found = [i for i in reversed(range(lm.vocab_size)) if i not in used][:count]
+    if len(found) < count:
+        raise ValueError(f"data: it has all tokens of the vocabulary but {len(found)}, takes {count} unused ones; give "
+                         "their ids")
+    return found
+
+
+__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs", "unused_tokens"]
 
 
 def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:

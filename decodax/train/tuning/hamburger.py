@@ -3,8 +3,10 @@ learns to read and to write groups of tokens, together with the embedder that me
 one.
 
 Groups are chosen by the entropies that the model has before the training: a group begins with the token of which it is
-least sure. As in the authors' code, the model has half the learning rate of embedder and decoder (`RATES`). Their
-optional distillation from the model before the training is not here.
+least sure. As in the authors' code, the model has half the learning rate of embedder and decoder (`RATES`), and the
+model before the training may be a teacher (`HamburgerLoss.distill`): it reads the text token by token, and its
+distribution of each token is that which the group's token should have. Their code aligns both with a place for the end
+of each group, which their logits no longer have; here ends have no such loss.
 """
 
 from __future__ import annotations
@@ -50,12 +52,14 @@ class HamburgerLoss:
         network: the model's network.
         head: embedder and decoder.
         stop_weight: weight of the ends of groups.
+        distill: weight of the divergence KL(teacher || model) of each learned token; 0: there is no teacher.
         dtype: dtype of the computation.
     """
 
     network: Any
     head: HamburgerHead
     stop_weight: float = 0.5
+    distill: float = 0.0
     dtype: str = "float32"
 
     def outputs(self, params: tuple[Tree, Tree], groups: Groups) -> tuple[Array, Array]:
@@ -84,13 +88,26 @@ class HamburgerLoss:
         hidden = hidden.reshape(B, G - 1, K, -1)
         return out.head(hidden), self.head.stop(weights, hidden)
 
-    def __call__(self, params: tuple[Tree, Tree], batch: Groups, extra: None) -> tuple[Array, dict[str, Array]]:
-        """Returns the loss and scalars to log, in nats: "loss", and those of tokens and of ends.
+    def teacher(self, weights: Tree, groups: Groups) -> Array:
+        """Returns the logits `f32[B, G - 1, K, V]` with which a model of the same network, with the given weights,
+        predicts each token of all groups but the first, from the text before it, read token by token."""
+        tokens, count, _ = groups
+        B, G, K = tokens.shape
+        inside = jnp.arange(K) < count[..., None]
+        at = (jnp.cumsum(count, 1) - count)[..., None] + jnp.arange(K, dtype=jnp.int32)
+        rows = jnp.arange(B)[:, None, None]
+        text = jnp.zeros((B, G * K), jnp.int32).at[rows, jnp.where(inside, at, G * K)].set(tokens, mode="drop")
+        logits = self.network.forward(weights, text)
+        return logits[rows, jnp.maximum(at[:, 1:] - 1, 0)].astype(jnp.float32)
+
+    def __call__(self, params: tuple[Tree, Tree], batch: Groups, extra: Tree) -> tuple[Array, dict[str, Array]]:
+        """Returns the loss and scalars to log, in nats: "loss", those of tokens and of ends, and with `distill` the
+        divergence from the teacher, "kl".
 
         Args:
             params: the weights of the model and of the head.
             batch: the groups.
-            extra: ignored.
+            extra: the weights of the teacher; ignored without `distill`.
         """
         tokens, count, learned = (x[:, 1:] for x in batch)
         logits, stops = self.outputs(cast(params, self.dtype), batch)
@@ -98,8 +115,13 @@ class HamburgerLoss:
         counted = (place < count[..., None]) & learned[..., None]
         words = learned_mean(cross_entropy(logits, tokens), counted)
         ends = learned_mean(optax.sigmoid_binary_cross_entropy(stops, place == count[..., None] - 1), counted)
-        loss = words + self.stop_weight * ends
-        return loss, {"loss": loss, "cross_entropy": words, "stop": ends}
+        loss, scalars = words + self.stop_weight * ends, {"cross_entropy": words, "stop": ends}
+        if self.distill:
+            known = jax.lax.stop_gradient(jax.nn.log_softmax(self.teacher(cast(extra, self.dtype), batch)))
+            apart = (jnp.exp(known) * (known - jax.nn.log_softmax(logits.astype(jnp.float32)))).sum(-1)
+            scalars["kl"] = learned_mean(apart, counted)
+            loss = loss + self.distill * scalars["kl"]
+        return loss, {"loss": loss, **scalars}
 
 
 @partial(jax.jit, static_argnames=("network",))

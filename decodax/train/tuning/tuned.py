@@ -4,6 +4,7 @@ those of a whole model, of a model and the parts around it (NMST, HAMburger), or
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+import decodax as dx
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
 from decodax.io.drafters import TrainedDrafter, save_drafter
@@ -31,7 +33,11 @@ from decodax.train.tuning import (
     grouped,
     losses_by_layer,
 )
+from decodax.train.tuning.examples import prompts_of
 from decodax.train.tuning.nmst import first_end_head
+
+MEASURED = 16
+"""Prompts at most whose threads are counted."""
 
 ENDS_FROM = 16
 """Rows whose hidden states give the head for the end its first weights."""
@@ -68,6 +74,34 @@ class Tuned:
     def write(self, target: Path, shipped: Any) -> None:
         """Writes the model with the weights `shipped` into the directory `target`, which `decodax.load` can load."""
         save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+
+
+class TunedBranches(Tuned):
+    """A tuning run of a model that forks its own text with the control tokens `fork` and `child` (APAR). Measures the
+    cross-entropy of the threads' tokens."""
+
+    use = 'dx.generate(dx.load("DIRECTORY"), prompt, search="apar")'
+
+    def __init__(self, lm: Any, fork: int, child: int, rows: Sequence[ExampleRows]):
+        super().__init__(lm)
+        self.control = {"fork": fork, "child": child}
+        mains = ([x for x in prompts_of(some, len(some)) if child not in x] for some in rows)
+        self.prompts = next((found[:MEASURED] for found in mains if found), [])
+
+    def tokens_a_forward(self, params: Any, new: int) -> float:
+        """Returns the mean number of tokens of all threads of a prompt for each forward pass until its last thread
+        ends. The threads are greedy, of at most `new` tokens, and their prompts those of the first `rows` that have
+        some."""
+        found = dx.search.explore(self.lm.with_params(params), self.prompts, dx.search.apar(**self.control),
+                                  max_new_tokens=new, temperature=0.0)
+        return float(np.mean([sum(len(x.tokens) for x in tree) / max(x.rounds for x in tree)
+                              for tree in found.details or ()]))
+
+    def write(self, target: Path, shipped: Any) -> None:
+        super().write(target, shipped)
+        file = target / "config.json"
+        entries = {f"apar_{name}_token": token for name, token in self.control.items()}
+        file.write_text(json.dumps(json.loads(file.read_text()) | entries, indent=2) + "\n")
 
 
 class TunedAnySubset(Tuned):
@@ -128,7 +162,8 @@ class TunedGroups(Tuned):
 
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
         rows = ExampleRows(np.asarray(tokens), np.asarray(learned))
-        own = self.losses(params, tuple(map(jnp.asarray, grouped(self.lm, rows, self.objective.head.steps))), None)[1]
+        groups = tuple(map(jnp.asarray, grouped(self.lm, rows, self.objective.head.steps)))
+        own = self.losses(params, groups, self.lm.params)[1]
         return jnp.stack([super().measure(params[0], tokens, learned)[0], own["stop"], own["cross_entropy"]])
 
     def drafter(self, weights: Any) -> TrainedDrafter:

@@ -27,13 +27,14 @@ PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3
               "deepseek-v3": 671.026, "kimi-k2": 1026.408, "glm-4.7-flash": 29.943, "smollm2-135m": 0.1345,
               "phi-4": 14.66, "mistral-small-3.2-24b": 23.57, "smollm3-3b": 3.075, "seed-oss-36b": 36.15,
               "glm-4.5-air": 106, "glm-4.6": 352.8, "minimax-m2": 229, "hy3-295b-a21b": 295, "ernie-4.5-21b-a3b": 21,
-              "mimo-v2-flash": 309, "llama-4-scout": 108, "ministral-3-14b": 13.5, "deepseek-v3.2": 671.9,
+              "mimo-v2-flash": 309, "laguna-xs-2": 33, "muse-glimmer-30b": 27.855, "deepseek-v4-flash": 284,
+              "llama-4-scout": 108, "ministral-3-14b": 13.5, "deepseek-v3.2": 671.9,
               "llada2-mini": 16.256, "llada2-flash": 102.890, "lfm2-1.2b": 1.170, "lfm2-8b-a1b": 8.340,
               "nemotron-3-nano-30b-a3b": 31.58, "granite-4.0-h-tiny": 6.94, "falcon-h1-0.5b": 0.521,
-              "jamba-v0.1": 51.57, "kimi-linear-48b-a3b": 49.12,
+              "jamba-v0.1": 51.57, "kimi-linear-48b-a3b": 49.12, "mistral-large-4": 1050.118, "ling-3.0-flash": 124.414,
               "minimax-m3": 426.17, "gemma-4-e2b": 4.63, "gemma-4-31b": 30.7, "gemma-4-26b-a4b": 25.2}
-"""Billions, as on the models' cards; of Gemma, Qwen3.5 and MiniMax-M3 (428 with its tower) the text model, and
-without layers for further tokens (GLM-4.6: 357 with one)."""
+"""Billions, as on the models' cards; of Gemma, Qwen3.5, MiniMax-M3 (428 with its tower) and Muse Glimmer the text
+model, and without layers for further tokens (GLM-4.6: 357 with one)."""
 
 
 @pytest.mark.wide(but=("llama-3-8b", "llada-8b"))

@@ -16,6 +16,7 @@ from tests.models.families.tiny_images import saved
 
 IMAGE, NEW = 96, 6
 MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe")
+PIXTRAL = ("mistral3", "mistral-large4")
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
 """Sizes of each prompt's images, in patches, four of which make a token. Images of other models have 4 tokens."""
 
@@ -86,7 +87,7 @@ def case(name: str) -> Case:
             given |= {"pixel_values": torch.tensor(r.normal(size=(len(row), 3, side, side))).float()}
             if name == "gemma3":
                 given |= {"token_type_ids": kinds}
-            more = {"image_sizes": torch.tensor([[side, side]] * len(row))} if name == "mistral3" else {}
+            more = {"image_sizes": torch.tensor([[side, side]] * len(row))} if name in PIXTRAL else {}
             given |= more
             with torch.no_grad():
                 found = reference.model.get_image_features(given["pixel_values"], return_dict=True, **more)
@@ -100,4 +101,4 @@ def case(name: str) -> Case:
     return Case(reference, lm, prompts, images, arguments)
 
 
-CASES = [*MROPE, "gemma3", "minimax-m3", "mistral3"]
+CASES = [*MROPE, "gemma3", "minimax-m3", *PIXTRAL]

@@ -19,6 +19,9 @@ RELEASED = {key: value for key, value in M3.items() if not key.startswith("index
 INDEX = {"sparse_num_index_heads": 2, "sparse_index_dim": 12, "sparse_block_size": 4, "sparse_topk_blocks": 2,
          "sparse_local_block": 1, "sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True,
          "sparse_disable_index_value": [1, 0, 1], "sparse_attention_freq": [1, 0, 1]}
+LING = {**COMMON, "model_type": "bailing_hybrid", "num_hidden_layers": 6, "num_key_value_heads": 4}
+LAGUNA = {**COMMON, "model_type": "laguna", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+MUSE = {**COMMON, "model_type": "muse_glimmer_text", "head_dim": 16}
 PLAIN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (HUNYUAN, {"num_shared_expert": [1, 1], "moe_intermediate_size": [48, 48], "norm_topk_prob": True, "use_cla": False,
                "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "use_qk_norm": True, "n_group": False,
@@ -30,6 +33,15 @@ PLAIN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (M3, {"use_qk_norm": True, "qk_norm_type": "per_head", "use_gemma_norm": True, "attention_output_gate": False,
           "scoring_func": "sigmoid", "use_routing_bias": True, "n_shared_experts": 1, "hidden_act": "swigluoai",
           "num_mtp_modules": 7, "num_nextn_predict_layers": 1}),
+    (LING, {"layer_group_size": 6, "num_experts": 512, "num_experts_per_tok": 8, "num_shared_experts": 1, "n_group": 8,
+            "topk_group": 4, "head_dim": 128, "kda_safe_gate": True, "kda_lower_bound": -5.0, "rope_theta": 6e6,
+            "layer_types": ["linear_attention"] * 5 + ["full_attention"], "q_lora_rank": None, "norm_topk_prob": True,
+            "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}),
+    (LAGUNA, {"gating": "per-head", "gating_types": ["per_head", "per_head"], "norm_topk_prob": True,
+              "mlp_only_layers": [0], "decoder_sparse_step": 1, "mlp_layer_types": ["dense", "sparse"],
+              "swa_attention_sink_enabled": False, "moe_router_use_sigmoid": True, "swa_rope_parameters": None,
+              "num_attention_heads_per_layer": None, "layer_types": ["full_attention"] * 2}),
+    (MUSE, {"layer_types": ["sliding_attention", "full_attention"], "layer_rope_theta": [1e4, 0]}),
 ]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"num_shared_expert": [1, 2]}, r"num_shared_expert: got \[1, 2\], supported is 1"),
@@ -39,8 +51,26 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"moe_topk": [2]}, "moe_topk: got 1 entries for num_hidden_layers = 2"),
     ({**COMMON, "model_type": "granite_swa"}, {"layer_rope_theta": [1e4]},
      "layer_rope_theta: got 1 entries for num_hidden_layers = 2"),
+    (LING, {"num_key_value_heads": 2}, "num_key_value_heads: got 2, supported is 4"),
+    (LING, {"hidden_act": "gelu"}, "hidden_act: got 'gelu', supported is 'silu'"),
+    (LING, {"kda_lower_bound": 1.0}, "kda_lower_bound: got 1.0, takes a number below 0"),
+    (LING, {"layer_group_size": 7}, "got no layer with attention among num_hidden_layers = 6"),
+    (LING, {"mlp_layer_types": ["dense"]}, "mlp_layer_types: got 1 entries for num_hidden_layers = 6"),
+    (LING, {"topk_group": 9}, "groups: got 8 with kept_groups = 9"),
     (GLM5, {"index_topk_pattern": "SFFFFF"}, r"indexer_types, index_topk_pattern: got \['shared', "),
     (GLM5, {"indexer_types": ["full"]}, r"got \['full'\] for num_hidden_layers = 6"),
+    (LAGUNA, {"gating": False}, "gating: got False, takes true, 'per-head' or 'per-element'"),
+    (LAGUNA, {"gating_types": ["per_head", "per_element"]}, "supported is that of gating, 'per-head', everywhere"),
+    (LAGUNA, {"num_attention_heads_per_layer": [4]}, "got 1 entries for num_hidden_layers = 2"),
+    (LAGUNA, {"num_attention_heads_per_layer": [4, 5]}, r"got \[4, 5\], takes multiples of num_key_value_heads = 2"),
+    (LAGUNA, {"swa_attention_sink_enabled": True}, "swa_attention_sink_enabled: got True, supported is False"),
+    (LAGUNA, {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input: got True"),
+    (LAGUNA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+     r"rope_parameters: got \['rope_theta', 'rope_type'\], takes one object for each of full_attention and sliding"),
+    (LAGUNA, {"sliding_window": None}, "sliding_window: got None, takes a whole number"),
+    (MUSE, {"sliding_window": None}, "sliding_window: got None, takes a whole number"),
+    (MUSE, {"layer_rope_theta": [0]}, "layer_rope_theta: got 1 entries for num_hidden_layers = 2"),
+    (MUSE, {"layer_rope_theta": [5e5, 0]}, r"layer_rope_theta: got \[500000.0\] with rope_theta = 10000.0, takes 0 or"),
     (GLM5, {"index_topk_pattern": "FX"}, "index_topk_pattern: got 'FX', takes a text of F and S"),
     (M3, {"hidden_act": "gelu"}, "hidden_act: got 'gelu', takes 'swigluoai', or 'silu'"),
     (M3, {"use_gemma_norm": False}, "use_gemma_norm: got False, supported is True"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.tiny import COMMON, DELTA, GEMMA4, MINIMAX_M3, SHARED, SMALL_WINDOW
+from tests.models.tiny import COMMON, DELTA, GEMMA4, LARGE, MINIMAX_M3, MUSE, MUSE_EYE, SHARED, SMALL_WINDOW
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}
@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
     "mistral3-tied": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
                       PIXTRAL, {"image_token_index": 96},
                       "language_model.model.layers."),
+    "mistral-large4": ("mistral_large4", LARGE, PIXTRAL, {"image_token_index": 96}, "layers."),
     "qwen2-vl": ("qwen2_vl", MROPE, {"embed_dim": 16, "depth": 1, "num_heads": 2, "hidden_size": 32}, PLACES,
                  "model.layers."),
     "qwen2.5-vl": ("qwen2_5_vl", MROPE, {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
@@ -75,6 +76,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
     "minimax-m3": ("minimax_m3_vl", MINIMAX_M3, {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
                                                  "num_attention_heads": 2, "image_size": 32, "patch_size": 4},
                    {"projector_hidden_size": 32, "image_token_index": 96}, "language_model.model.layers."),
+    "muse-glimmer": ("muse_glimmer", MUSE, MUSE_EYE["vision_config"], {
+        "image_token_id": 96, "video_token_id": 95, "out_hidden_size": 64, "projector_hidden_size": 16},
+                     "model.language_model.layers."),
     "phi4-multimodal": ("phi4_multimodal", {
         "original_max_position_embeddings": 16, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.6], "partial_rotary_factor": 0.75,

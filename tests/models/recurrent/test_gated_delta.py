@@ -19,7 +19,7 @@ from decodax.core.window import Window, causal
 from decodax.io.checkpoint import CheckpointError
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.config import DecoderConfig
 from decodax.models.families import read_config
 from decodax.models.recurrent.gated_delta import DeltaBlock
@@ -229,6 +229,8 @@ def test_wrong_configurations_are_refused_by_name() -> None:
         GatedDelta(2, 3, 4, 4)
     with pytest.raises(ValueError, match=r"^rate: got 3"):
         GatedDelta(2, 4, 4, 4, rate=3)
+    with pytest.raises(ValueError, match=r"^floor: got 1.0, takes a number below 0, or 0"):
+        GatedDelta(2, 4, 4, 4, floor=1.0)
     with pytest.raises(ValueError, match=r"^key_dim: got 0"):
         GatedDelta(2, 4, 0, 4)
     of = lambda *layers, **more: DecoderConfig(**{**vars(BASE), "layers": layers, **more})
@@ -237,4 +239,4 @@ def test_wrong_configurations_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^block: got one of a layer in a decoder with parallel blocks"):
         of(Layer(block="post"), BASE.layers[0], block="parallel")
     with pytest.raises(ValueError, match=r"^recurrent: cannot be combined with options of attention"):
-        Layer(recurrent=DELTA.recurrent, output_gate="channels")
+        Layer(recurrent=DELTA.recurrent, output_gate=OutputGate("channels"))

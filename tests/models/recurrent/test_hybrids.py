@@ -36,6 +36,10 @@ FALCON = {**COMMON, **MAMBA2, "model_type": "falcon_h1", "num_hidden_layers": 2,
 KIMI = {**COMMON, "model_type": "kimi_linear", "num_key_value_heads": 4, "num_hidden_layers": 2, "kv_lora_rank": 8,
         "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 4, "num_experts_per_token": 2,
         "moe_intermediate_size": 12, "linear_attn_config": {"full_attn_layers": [2], "head_dim": 6, "num_heads": 2}}
+LING = {**COMMON, "model_type": "bailing_hybrid", "num_key_value_heads": 4, "num_hidden_layers": 2,
+        "layer_group_size": 2, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1}
 JAMBA = {**COMMON, "model_type": "jamba", "num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
          "num_experts": 4}
 
@@ -63,7 +67,7 @@ def test_what_a_cache_and_a_draft_store() -> None:
 
 
 @pytest.mark.parametrize("entries", [LFM2, NEMOTRON, {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
-                                     FALCON, JAMBA, KIMI], ids=lambda c: c["model_type"])
+                                     FALCON, JAMBA, KIMI, LING], ids=lambda c: c["model_type"])
 def test_a_directory_is_written_and_read(entries: dict[str, Any], tmp_path: Path) -> None:
     """Under the names and with the entries of released files; tensors of layers for further tokens are skipped."""
     model = Transformer(read_config(entries))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafts.self.self_draft import conditional
+from decodax.algorithms.speculative.drafts.self.self_draft import whole_text
 from decodax.algorithms.speculative.heads.cross_kv import ReadsTargetKeys, attention_to
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead, trained
 from decodax.algorithms.speculative.source import Answer, Level
@@ -82,7 +82,7 @@ class AssistantDraft(ReadsTargetKeys):
     def _run(self, params: Params, s: State, tokens: Array, state: Array) -> HeadStep:
         """Runs the head on nodes with the tokens `i32[B, w]` and the states of their parents, `f[B, w, D]`."""
         config = self.model.config
-        layers, cache = self.head.reads(config), conditional(s)
+        layers, cache = self.head.reads(config), whole_text(s)
         positions = jnp.broadcast_to(s.length[:, None] - 1, tokens.shape)
         embedded = embeddings(self.model, params.target, tokens)
         window = Window(tokens=tokens, positions=positions, mask=jnp.zeros((1, *tokens.shape[1:] * 2), bool),

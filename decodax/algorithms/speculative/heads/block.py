@@ -21,7 +21,6 @@ from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
-from decodax.core.capabilities import truncate
 from decodax.core.checks import draft_weights
 from decodax.core.mesh import heads
 from decodax.core.state import State
@@ -33,10 +32,11 @@ from decodax.models.drafters.head import DraftHead
 
 @struct
 class BlockState(Struct):
-    """State of a block head. The fields after `cache` are those of a round.
+    """State of a block head. The fields after `skipped` are those of a round.
 
     Attributes:
         cache: keys and values of the context features of verified tokens.
+        skipped: `i32[B]`, number of tokens of the text that the head has not read. Its own positions leave them out.
         hidden: `f[B, K, d]`, hidden states of the slots that predict.
         logits: `f32[B, K, Vd]`, their logits before the correction.
         seen: `f[B, K, e]`, what the correction reads of them.
@@ -44,6 +44,7 @@ class BlockState(Struct):
     """
 
     cache: Cache
+    skipped: Array
     hidden: Array | None = None
     logits: Array | None = None
     seen: Array | None = None
@@ -71,10 +72,6 @@ class BlockDraft(TrainedHead):
     takes: ClassVar[tuple[type[DraftHead], str]] = BlockHead, "one with a block head"
 
     @property
-    def takes_gaps(self) -> bool:
-        return False            # its positions are those of the text
-
-    @property
     def shape(self) -> Shape:
         return Chain(self.head.longest)
 
@@ -98,23 +95,22 @@ class BlockDraft(TrainedHead):
         draft_weights(params.draft, self.head, HeadWeights)
         cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
         assert cache is not None
-        return BlockState(cache=constrain(cache, heads(cache)))
+        return BlockState(cache=constrain(cache, heads(cache)), skipped=jnp.zeros(s.batch, jnp.int32))
 
     def start(self, params: Params, s: State, state: BlockState, room: int) -> tuple[BlockState, Answer]:  # type: ignore[override]
         h, weights = self.head, params.draft.head
-        # a row that goes on after its end keeps nothing of tokens that were cut
-        cache = truncate(state.cache, s.length - 1)
+        state = self._begun(s, state)
         drafts = slice(h.offset, h.offset + min(h.longest, room + 1))
         tokens = jnp.full((s.batch, drafts.stop), h.mask or 0, jnp.int32).at[:, 0].set(s.newest)
-        window = (causal if h.causal else bidirectional)(tokens, s.length - 1)
+        window = (causal if h.causal else bidirectional)(tokens, s.length - 1 - state.skipped)
         step = h.step(weights, tokens, self._embed(params), jnp.zeros((), self._dtype(params)), window.positions, 0,
-                      self._attend(cache, window))
+                      self._attend(state.cache, window))
         seen = h.prepare(weights, step.hidden)
         before = jnp.take_along_axis(s.tokens, jnp.maximum(s.length - 2, 0)[:, None], 1)[:, 0]
         memory = h.opening(weights, seen, s.newest, before, self._embed(params))
         hidden = step.hidden[:, drafts]
         logits = h.logits(weights, hidden, 0, lambda x: logits_of(self.model, params.target, x))
-        state = BlockState(cache=cache, hidden=hidden, logits=logits, seen=seen[:, drafts])
+        state = state.replace(hidden=hidden, logits=logits, seen=seen[:, drafts])
         memory, answer = self._answer(params, state, s.newest[:, None], jnp.zeros((s.batch, 1), jnp.int32), memory)
         return state.replace(memory=jnp.pad(memory, ((0, 0), (0, room), (0, 0)))), answer
 
@@ -136,11 +132,13 @@ class BlockDraft(TrainedHead):
             index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = s.length[:, None] - 1 + index
             live = (index < decision.count[:, None]) & (tokens >= 0) & s.running[:, None]
+        skipped = self._skipped(state, positions, live, decision is None)
+        positions = positions - skipped[:, None]
         entered = self.head.enter(params.draft.head, features.astype(self._dtype(params)))
         entries = self.head.context(params.draft.head, entered, positions)
         # the slots depend on the features, or XLA on CPU copies the cache to protect its readers
         kept = live & jnp.isfinite(entered).all(-1)
-        return BlockState(cache=state.cache.commit(entries, jnp.where(kept, positions, -1)))
+        return BlockState(cache=state.cache.commit(entries, jnp.where(kept, positions, -1)), skipped=skipped)
 
     def _answer(self, params: Params, state: BlockState, tokens: Array, depth: Array,
                 memory: Array) -> tuple[Array, Answer]:

@@ -15,15 +15,15 @@ from jax import Array
 
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
-from decodax.algorithms.speculative.drafts.self.self_draft import conditional
+from decodax.algorithms.speculative.drafts.self.self_draft import whole_text
 from decodax.algorithms.speculative.heads.source import HeadWeights, TrainedHead
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import AttentionView
 from decodax.cache.entry import KVEntry
 from decodax.common.axes import constrain
-from decodax.common.struct import short
+from decodax.common.struct import short, struct
 from decodax.core.cache import Cache, Feature
-from decodax.core.capabilities import tree_buffer, truncate
+from decodax.core.capabilities import tree_buffer
 from decodax.core.checks import draft_weights
 from decodax.core.mesh import heads
 from decodax.core.state import State
@@ -33,6 +33,18 @@ from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.head import DraftHead, HeadStep
 from decodax.models.transformer import Transformer
+
+
+@struct
+class CrossState(Drafting):
+    """State of `CrossKVDraft`: the fields of `Drafting`, and one more.
+
+    Attributes:
+        skipped: `i32[B]`, number of tokens of the text that the head has not read. The positions of its self-attention
+            leave them out; those of its attention to the target's cache do not.
+    """
+
+    skipped: Array = dataclasses.field(kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,47 +79,48 @@ class CrossKVDraft(ReadsTargetKeys):
     head: CrossKVHead
     takes: ClassVar[tuple[type[DraftHead], str]] = CrossKVHead, "one with a CrossKVHead"
 
-    @property
-    def takes_gaps(self) -> bool:
-        return False            # its positions are those of the text
-
-    def init(self, params: Params, s: State) -> Drafting:      # type: ignore[override]
+    def init(self, params: Params, s: State) -> CrossState:      # type: ignore[override]
         draft_weights(params.draft, self.head, HeadWeights)
         cache = self.head.init_cache(s.batch, s.cache.capacity, self._dtype(params))
-        return Drafting(cache=constrain(cache, heads(cache)))
+        return CrossState(cache=constrain(cache, heads(cache)), skipped=jnp.zeros(s.batch, jnp.int32))
 
     def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
         return jnp.zeros((batch, 1, 0), jnp.float32), None          # only the tokens
 
-    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
-        # a row that goes on after its end keeps nothing of tokens that were cut
-        cache = truncate(state.cache, s.length - 1)
+    def start(self, params: Params, s: State, state: CrossState, room: int) -> tuple[CrossState, Answer]:     # type: ignore[override]
+        state = self._begun(s, state)
         window = causal(s.newest[:, None], s.length - 1)
-        step = self._run(params, s, window, cache, cache)
-        buffer = tree_buffer(cache, step.entries, 1 + room)
-        buffer = buffer.append(step.entries, window.positions, jnp.zeros((), jnp.int32))
-        return (Drafting(cache=cache, buffer=buffer.replace(base=None)),
+        step = self._run(params, s, window, state, state.cache)
+        buffer = tree_buffer(state.cache, step.entries, 1 + room)
+        buffer = buffer.append(step.entries, self._own(window.positions, state), jnp.zeros((), jnp.int32))
+        return (state.replace(buffer=buffer.replace(base=None), nodes=None),
                 Answer(self._logits(params, step.hidden, 0), step.hidden))
 
-    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
+    def extend(self, params: Params, s: State, state: CrossState, level: Level) -> tuple[CrossState, Answer]:     # type: ignore[override]
         assert state.buffer is not None
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
-        step = self._run(params, s, window, state.cache, state.buffer.replace(base=state.cache).seen_by(sees))
-        buffer = state.buffer.append(step.entries, level.positions, level.at + 1)
+        step = self._run(params, s, window, state, state.buffer.replace(base=state.cache).seen_by(sees))
+        buffer = state.buffer.append(step.entries, self._own(level.positions, state), level.at + 1)
         return state.replace(buffer=buffer), Answer(self._logits(params, step.hidden, 0), step.hidden)
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,    # type: ignore[override]
-                state: Drafting) -> Drafting:
+                state: CrossState) -> CrossState:
         tokens, positions, live = window.tokens, window.positions, window.live
         if decision is not None:        # the newest token and the accepted drafts; the next token opens the next tree
             tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], decision.tokens[:, :-1]], 1), 0)
             index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             positions = s.length[:, None] - 1 + index
             live = (index < decision.count[:, None]) & (decision.tokens >= 0) & s.running[:, None]
+        state = CrossState(cache=state.cache, skipped=self._skipped(state, positions, live, decision is None))
+        positions = self._own(positions, state)
         entries = self._entries(params, tokens, positions, out, None if decision is None else decision.source)
-        return Drafting(cache=state.cache.commit(entries, jnp.where(live, positions, -1)))
+        return state.replace(cache=state.cache.commit(entries, jnp.where(live, positions, -1)))
+
+    def _own(self, positions: Array, state: CrossState) -> Array:
+        """Returns the positions, `i32[B, W]`, in the head's own cache, of tokens at `positions` of the text."""
+        return positions - state.skipped[:, None]
 
     def _entries(self, params: Params, tokens: Array, positions: Array, out: Out,
                  source: Array | None) -> tuple[Any, ...]:
@@ -118,20 +131,22 @@ class CrossKVDraft(ReadsTargetKeys):
 
     def _known(self, s: State, cache: Cache) -> tuple[Any, int]:
         """Returns the cache that the cross-attention reads, and the layer in it. `cache` is the head's."""
-        return conditional(s), self.model.config.entries.index((self.head.layer, False))
+        return whole_text(s), self.model.config.entries.index((self.head.layer, False))
 
-    def _run(self, params: Params, s: State, window: Window, cache: Cache, own: Any) -> HeadStep:
-        """Runs the head on tokens. `cache` is the head's, and `own` the same or with the buffer of earlier nodes."""
-        (known, at), kv = self._known(s, cache), self.head.kv_layers[0]
+    def _run(self, params: Params, s: State, window: Window, state: CrossState, own: Any) -> HeadStep:
+        """Runs the head on tokens. `own` is its cache, or that with the buffer of earlier nodes."""
+        (known, at), kv = self._known(s, state.cache), self.head.kv_layers[0]
+        mine = window.replace(positions=self._own(window.positions, state))
         embedded = embeddings(self.model, params.target, window.tokens)
 
         def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             if k is not None:
-                return own.attend(layer, q, k, v, window, **options)
+                return own.attend(layer, q, k, v, mine, **options)
             return attention_to(known, at, q, window, (kv.heads, kv.width), embedded.dtype, **options), ()
 
         return self.head.step(params.draft.head, window.tokens, lambda _: embedded,
-                              jnp.zeros((), self._dtype(params)), window.positions, 0, attend)
+                              jnp.zeros((), self._dtype(params)), window.positions, 0, attend,
+                              own_positions=mine.positions)
 
 
 def attention_to(cache: Any, layer: int, q: Array, window: Window, shape: tuple[int, int], dtype: Any,
@@ -155,4 +170,4 @@ def attention_to(cache: Any, layer: int, q: Array, window: Window, shape: tuple[
     return cache.attend(layer, q.astype(dtype), none, none, alone, **options)[0].astype(q.dtype)
 
 
-__all__ = ["CrossKVDraft", "ReadsTargetKeys", "attention_to"]
+__all__ = ["CrossKVDraft", "CrossState", "ReadsTargetKeys", "attention_to"]

@@ -35,13 +35,14 @@ from decodax.models.drafters.head import DraftHead
 
 @struct
 class FalconState(Struct):
-    """State of Falcon's drafter. The fields after `carry` are those of a round, for the newest token and each expanded
-    node.
+    """State of Falcon's drafter. The fields after `skipped` are those of a round, for the newest token and each
+    expanded node.
 
     Attributes:
         cache: keys and values of verified pairs.
         recent: `f[B, k, D]`, the LSTM's outputs for the last `k` of them.
         carry: `f[B, c]`, its state after the newest one.
+        skipped: `i32[B]`, number of pairs of the text that the drafter has not read. Its own positions leave them out.
         blocks: `f[B, 1 + room, k, D]`, the hidden states that the last complete block on a node's path predicts.
         carries: `f[B, 1 + room, c]`, the LSTM's state after that block.
         tokens: `i32[B, 1 + room, k]`, the last tokens of a path.
@@ -52,6 +53,7 @@ class FalconState(Struct):
     cache: Cache
     recent: Array
     carry: Array
+    skipped: Array
     blocks: Array | None = None
     carries: Array | None = None
     tokens: Array | None = None
@@ -74,10 +76,6 @@ class SemiAutoregressive(TrainedHead):
     head: FalconHead
     takes: ClassVar[tuple[type[DraftHead], str]] = FalconHead, "one with Falcon's head"
 
-    @property
-    def takes_gaps(self) -> bool:
-        return False            # its positions are those of the text
-
     def check_chained(self) -> None:
         raise ValueError("draft: Falcon computes a block from the one before, so it does not take a chain of several "
                          "nodes at once")
@@ -87,17 +85,19 @@ class SemiAutoregressive(TrainedHead):
         h, dtype = self.head, self._dtype(params)
         cache = h.init_cache(s.batch, s.cache.capacity, dtype)
         assert cache is not None
-        return FalconState(cache=constrain(cache, heads(cache)), carry=jnp.zeros((s.batch, h.carry_width), dtype),
+        return FalconState(cache=constrain(cache, heads(cache)), skipped=jnp.zeros(s.batch, jnp.int32),
+                           carry=jnp.zeros((s.batch, h.carry_width), dtype),
                            recent=jnp.zeros((s.batch, h.block, h.config.width), dtype))
 
     def start(self, params: Params, s: State, state: FalconState, room: int) -> tuple[FalconState, Answer]:    # type: ignore[override]
-        k, cache = self.head.block, truncate(state.cache, s.length - 1)
-        positions = s.length[:, None] - 1 - k + jnp.arange(k, dtype=jnp.int32)
+        k, state = self.head.block, self._begun(s, state)
+        cache, read = state.cache, s.length - 1 - state.skipped
+        positions = read[:, None] - k + jnp.arange(k, dtype=jnp.int32)
         hidden, entries = self._layer(params, state.recent, positions, jnp.ones((1, k, k), bool),
-                                      truncate(cache, jnp.maximum(s.length - 1 - k, 0)))
+                                      truncate(cache, jnp.maximum(read - k, 0)))
         spread = lambda x: jnp.pad(x[:, None], ((0, 0), (0, room), *[(0, 0)] * (x.ndim - 1)))
         state = state.replace(
-            cache=cache, blocks=spread(hidden), carries=spread(state.carry), complete=spread(jnp.ones(s.batch, bool)),
+            blocks=spread(hidden), carries=spread(state.carry), complete=spread(jnp.ones(s.batch, bool)),
             tokens=spread(jnp.zeros((s.batch, k), jnp.int32)),
             buffer=tree_buffer(cache, entries, room * k).replace(base=None))
         return state, Answer(self._logits(params, hidden[:, :1], 0), hidden[:, :1])
@@ -112,7 +112,8 @@ class SemiAutoregressive(TrainedHead):
         complete = depth % k == 0
         before, carry = take(state.blocks, level.parents), take(state.carries, level.parents)
         tokens = jnp.concatenate([take(state.tokens, level.parents)[:, :, 1:], level.tokens[..., None]], 2)
-        positions = (level.positions[..., None] - k + jnp.arange(k, dtype=jnp.int32)).reshape(B, w * k)
+        ends = level.positions - state.skipped[:, None]
+        positions = (ends[..., None] - k + jnp.arange(k, dtype=jnp.int32)).reshape(B, w * k)
         sees = jnp.repeat(jnp.repeat(level.sees & state.complete[:, None, 1:], k, 2), k, 1)
         buffer = state.buffer
 
@@ -142,18 +143,21 @@ class SemiAutoregressive(TrainedHead):
                 state: FalconState) -> FalconState:
         features, pairs, live = self._pairs(params, s, window, out, decision)
         k, dtype = self.head.block, self._dtype(params)
+        skipped = self._skipped(state, pairs.positions, live, decision is None)
+        positions = pairs.positions - skipped[:, None]
         embedded = embeddings(self.model, params.target, pairs.tokens).astype(dtype)
         x, carry = self.head.read(params.draft.head, embedded, features.astype(dtype), state.carry, live)
         # the slots depend on the pairs, or XLA on CPU copies the cache to protect its readers
         kept = live & jnp.isfinite(x).all(-1)
-        cache = state.cache.commit(self.head.context(params.draft.head, x, pairs.positions),
-                                   jnp.where(kept, pairs.positions, -1))
+        cache = state.cache.commit(self.head.context(params.draft.head, x, positions),
+                                   jnp.where(kept, positions, -1))
         index = jnp.arange(live.shape[1], dtype=jnp.int32)
         first, last = jnp.argmax(live, 1)[:, None], jnp.max(jnp.where(live, index, -1), 1)[:, None]
         at = last + jnp.arange(1 - k, 1, dtype=jnp.int32)
         old = take(state.recent, jnp.clip(k + at - first, 0, k - 1))
         recent = jnp.where((at >= first)[..., None], take(x, jnp.maximum(at, 0)), old)
-        return FalconState(cache=cache, carry=carry, recent=jnp.where((last >= 0)[..., None], recent, state.recent))
+        recent = jnp.where((last >= 0)[..., None], recent, state.recent)
+        return FalconState(cache=cache, carry=carry, skipped=skipped, recent=recent)
 
     def _layer(self, params: Params, x: Array, positions: Array, mask: Any, cache: Any) -> tuple[Array, Any]:
         """Returns the decoder layer's output for outputs of the LSTM, and its entries."""

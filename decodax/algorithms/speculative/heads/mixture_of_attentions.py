@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
-from decodax.algorithms.speculative.drafts.self.self_draft import conditional
+from decodax.algorithms.speculative.drafts.self.self_draft import whole_text
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft
+from decodax.algorithms.speculative.heads.cross_kv import CrossKVDraft, CrossState
 from decodax.algorithms.speculative.source import Answer, Level, Shape
 from decodax.algorithms.speculative.trees.eagle2 import ConfidenceTree
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.cache.entry import KVEntry
+from decodax.cache.views import whole_entry
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import short, struct
@@ -36,9 +36,9 @@ from decodax.models.drafters.mixture import MixtureHead
 
 
 @struct
-class MixtureState(Drafting):
-    """State of `MixtureDraft` within a round: the fields of `Drafting` (the head's cache, the buffer of the draft
-    tree's nodes, and their window indices), and one more.
+class MixtureState(CrossState):
+    """State of `MixtureDraft` within a round: the fields of `CrossState` (the head's cache, the buffer of the draft
+    tree's nodes, ...), and one more.
 
     Attributes:
         above: keys and values of the nodes in the target's last layers.
@@ -59,18 +59,22 @@ class MixtureDraft(CrossKVDraft):
     takes: ClassVar[tuple[type[DraftHead], str]] = MixtureHead, "one with a MixtureHead"
     defers: ClassVar[bool] = False      # it reads the entries of the target's cache
 
-    def start(self, params: Params, s: State, state: Drafting, room: int) -> tuple[Drafting, Answer]:     # type: ignore[override]
+    @property
+    def takes_gaps(self) -> bool:
+        return False
+
+    def start(self, params: Params, s: State, state: CrossState, room: int) -> tuple[CrossState, Answer]:     # type: ignore[override]
         state, answer = super().start(params, s, state, room)
         if not self.head.above:
             return state, answer
         window = causal(s.newest[:, None], s.length - 1)
-        out = self._run_above(params, window, answer.hidden, conditional(s))
-        above = tree_buffer(conditional(s), out.entries, 1 + room)
+        out = self._run_above(params, window, answer.hidden, whole_text(s))
+        above = tree_buffer(whole_text(s), out.entries, 1 + room)
         above = above.append(out.entries, window.positions, jnp.zeros((), jnp.int32)).replace(base=None)
-        return (MixtureState(cache=state.cache, buffer=state.buffer, above=above),
+        return (MixtureState(cache=state.cache, buffer=state.buffer, skipped=state.skipped, above=above),
                 Answer(self._logits(params, out.hidden, 0), out.hidden))
 
-    def extend(self, params: Params, s: State, state: Drafting, level: Level) -> tuple[Drafting, Answer]:     # type: ignore[override]
+    def extend(self, params: Params, s: State, state: CrossState, level: Level) -> tuple[CrossState, Answer]:     # type: ignore[override]
         state, answer = super().extend(params, s, state, level)
         if not isinstance(state, MixtureState):
             return state, answer
@@ -78,7 +82,7 @@ class MixtureDraft(CrossKVDraft):
         window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
                         live=jnp.ones(level.tokens.shape, bool))
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
-        out = self._run_above(params, window, answer.hidden, state.above.replace(base=conditional(s)).seen_by(sees))
+        out = self._run_above(params, window, answer.hidden, state.above.replace(base=whole_text(s)).seen_by(sees))
         above = state.above.append(out.entries, level.positions, level.at + 1)
         return state.replace(above=above), Answer(self._logits(params, out.hidden, 0), out.hidden)
 
@@ -93,11 +97,12 @@ class MixtureDraft(CrossKVDraft):
     def _entries(self, params: Params, tokens: Array, positions: Array, out: Out,
                  source: Array | None) -> tuple[Any, ...]:
         shape = (*out.hidden.shape[:2], self.head.kv_layers[0].heads, self.head.kv_layers[0].width)
+        held = [whole_entry(entry) for entry in out.entries]
         if any(not isinstance(entry, KVEntry) or entry.keys.shape != shape or entry.values.shape != shape
-               for entry in out.entries):
+               for entry in held):
             raise ValueError("cache: the head reads the target's keys and values in the entries of its cache, which "
                              "has others; takes a dense cache")
-        pairs = {i: entry.pair for i, entry in enumerate(out.entries)}
+        pairs = {i: entry.pair for i, entry in enumerate(held)}
         pairs = pairs if source is None else jax.tree.map(lambda x: take(x, source), pairs)
         return (*super()._entries(params, tokens, positions, out, source),
                 KVEntry(*self.head.known(params.draft.head, pairs, positions)))

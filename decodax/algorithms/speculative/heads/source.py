@@ -150,18 +150,14 @@ class TrainedHead(HeadSource):
         return one[:, :, :0], tuple(one if i in taps else None for i in range(max(taps) + 1))
 
     def start(self, params: Params, s: State, state: HeadState, room: int) -> tuple[HeadState, Answer]:
-        buffer, cache = None, state.cache
-        if cache is not None:
-            # a row that goes on after its end keeps no pairs of tokens that were cut, and none at all if it was cut to
-            # fewer tokens than were skipped
-            state = state.replace(skipped=jnp.minimum(state.skipped, s.length - 1))
-            cache = truncate(cache, s.length - 1 - state.skipped)
+        buffer = None
+        if state.cache is not None:
+            state = self._begun(s, state)
             if self.head.drafts_attend:
-                buffer = tree_buffer(cache, self._shapes(params, s.batch).entries, room).replace(base=None)
+                buffer = tree_buffer(state.cache, self._shapes(params, s.batch).entries, room).replace(base=None)
         states = jnp.pad(state.state[:, None], ((0, 0), (0, room), (0, 0)))
         hidden = state.hidden[:, None]
-        return (state.replace(cache=cache, states=states, buffer=buffer),
-                Answer(self._logits(params, hidden, 0), hidden))
+        return state.replace(states=states, buffer=buffer), Answer(self._logits(params, hidden, 0), hidden)
 
     def extend(self, params: Params, s: State, state: HeadState, level: Level) -> tuple[HeadState, Answer]:
         assert state.states is not None
@@ -211,10 +207,7 @@ class TrainedHead(HeadSource):
         features, pairs, live = self._pairs(params, s, window, out, decision)
         last = jnp.max(jnp.where(live, jnp.arange(live.shape[1], dtype=jnp.int32), -1), 1)
         cache, found, newest = state.cache, last[:, None] >= 0, jnp.maximum(last, 0)[:, None]
-        first = take(pairs.positions, jnp.argmax(live, 1).astype(jnp.int32)[:, None])[:, 0]
-        skipped = jnp.where(found[:, 0], jnp.minimum(state.skipped, first), state.skipped)
-        if decision is None and cache is not None and self.takes_gaps:
-            skipped = jnp.where(found[:, 0], jnp.maximum(skipped, first - cache.length), skipped)
+        skipped = self._skipped(state, pairs.positions, live, decision is None)
         pairs = pairs.replace(positions=pairs.positions - skipped[:, None])
         alone = lambda: causal(take(pairs.tokens, newest), take(pairs.positions, newest)[:, 0])
         if cache is None:
@@ -235,6 +228,29 @@ class TrainedHead(HeadSource):
         kept = lambda new, old: jnp.where(found, take(new, at)[:, 0], old)
         return HeadState(cache=cache, hidden=kept(step.hidden, state.hidden), state=kept(step.state, state.state),
                          skipped=skipped)
+
+    def _skipped(self, state: Any, positions: Array, live: Array, chunk: bool) -> Array:
+        """Returns the number of tokens of the text that the head has not read, `i32[B]`, after those before the next
+        ones are known to be missing.
+
+        Args:
+            state: the head's state, with `cache` and `skipped`.
+            positions: `i32[B, W]`, positions of the next tokens, or pairs, in the text.
+            live: `bool[B, W]`, which of them count.
+            chunk: True for a chunk of a text, before which there may be a gap; False for a round.
+        """
+        found = live.any(1)
+        first = take(positions, jnp.argmax(live, 1).astype(jnp.int32)[:, None])[:, 0]
+        skipped = jnp.where(found, jnp.minimum(state.skipped, first), state.skipped)
+        if not chunk or state.cache is None or not self.takes_gaps:
+            return skipped
+        return jnp.where(found, jnp.maximum(skipped, first - state.cache.length), skipped)
+
+    def _begun(self, s: State, state: Any) -> Any:
+        """Returns the state at the beginning of a round: a row that goes on after its end keeps nothing of tokens that
+        were cut, and nothing at all if it was cut to fewer tokens than were skipped."""
+        skipped = jnp.minimum(state.skipped, s.length - 1)
+        return state.replace(cache=truncate(state.cache, s.length - 1 - skipped), skipped=skipped)
 
     def _step(self, params: Params, window: Window, state: Array, depth: Depth, cache: Any) -> HeadStep:
         """Runs the head on pairs: the tokens of a window, and the states before them."""

@@ -22,22 +22,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, conditional
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, whole_text
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Feature
-from decodax.core.capabilities import Draftable
+from decodax.core.cache import require
+from decodax.core.capabilities import Draftable, without_views
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
@@ -76,7 +75,6 @@ class CLaSp(SkipsLayers):
 
     skips: int | None = None
     interval: int = 1
-    cache_needs: ClassVar[frozenset[Feature]] = TREES | {"truncation"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,6 +87,10 @@ class CLaSp(SkipsLayers):
         if not 1 <= new.count < L:
             raise ValueError(f"skips: got {new.count}, takes 1 to {L - 1}")
         return new
+
+    def check_fit(self, model: Any, cache: Any) -> None:
+        super().check_fit(model, cache)
+        require(without_views(cache), frozenset(("truncation",)), "CLaSp")      # the searches read the whole text alone
 
     @property
     def count(self) -> int:
@@ -146,7 +148,7 @@ class CLaSp(SkipsLayers):
         wide = lambda x: jnp.broadcast_to(x[:, None], (s.batch, width))
         window = Window(tokens=wide(jnp.take_along_axis(s.tokens, at[:, None], 1)[:, 0]), positions=wide(at),
                         mask=jnp.eye(width, dtype=bool)[None], live=jnp.ones((s.batch, width), bool))
-        return self.model.walk(params.target, window, conditional(s).truncate(at))
+        return self.model.walk(params.target, window, whole_text(s).truncate(at))
 
 
 def skip_set(run: Callable[[int, Array], Array], embedded: Array, states: Array, use: Array, skips: int) -> Array:

@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers
+from decodax.algorithms.speculative.drafts.self.self_draft import SkipsLayers, conditional, whole_text
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.algorithms.speculative.tree import Proposal, tree
@@ -126,8 +126,9 @@ class LayerSkip(SkipsLayers):
     def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> PartialForward | None:
         """Returns the outputs of the target's first `shared` layers at the newest token and all drafts, from which the
         target's forward pass of verification continues; None if no layers are shared or the tree's topology is not
-        fixed."""
-        if not (self.shared and isinstance(slots, np.ndarray)):
+        fixed, or the verification also writes a second cache, whose entries the draft does not compute."""
+        if not (self.shared and isinstance(slots, np.ndarray)) or (
+                jax.tree.structure(whole_text(s)) != jax.tree.structure(conditional(s))):
             return None
         t = tree(s.newest, proposal, proposal.tokens.shape[1])
         ran = np.concatenate([[0], slots[0]])       # the node that lies in each place of the buffer

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft
+from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, conditional
 from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import dense
 from decodax.cache.views import WithView
@@ -75,6 +75,8 @@ class OwnCache(SelfDraft):
     def _kind(self, own: Any) -> Any:
         if not self.alone:      # several drafts that read a cache of one kind share it
             return own if isinstance(own, WithView) and own.holds(self.kind) else WithView(self.kind, own)
+        if isinstance(own, WithView):
+            return dataclasses.replace(own, base=self._kind(own.base))
         if own not in (dense, self.kind):
             raise ValueError(f"cache: got {own}, but the method brings a cache of its own; takes none")
         return self.kind
@@ -100,5 +102,4 @@ class OwnCache(SelfDraft):
         return self.packed.apply(params.draft, window, cache)
 
     def view(self, s: State) -> Cache:
-        cache: Cache = super().view(s)
-        return draft_view(cache, None if self.alone else self.kind)
+        return draft_view(conditional(s), None if self.alone else self.kind)

@@ -17,7 +17,7 @@ from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.core.around import PairedReadout, Readout
 from decodax.core.cache import Feature
-from decodax.core.capabilities import Draftable, check_drafts, tree_buffer
+from decodax.core.capabilities import Draftable, check_drafts, tree_buffer, without_views
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.target import RunsTarget
@@ -43,16 +43,16 @@ class SelfDraft(RunsTarget, Source):
         return super().for_target(model.base if isinstance(model, Guided) else model)
 
     def check_fit(self, model: Any, cache: Any) -> None:
-        check_drafts(cache)
+        check_drafts(without_views(cache))
 
     def running(self, s: State, state: Any) -> Keep | None:
         """Returns which layers, or halves of layers (attention, MLP), run in this round's drafting; None: all."""
         return None
 
     def view(self, s: State) -> Any:
-        """Returns the cache of the text to which drafts attend: by default the target's. Under classifier-free guidance
-        it is that of the conditional branch."""
-        return conditional(s)
+        """Returns the cache of the text to which drafts attend: by default the target's, without second caches beside
+        it. Under classifier-free guidance it is that of the conditional branch."""
+        return whole_text(s)
 
     def forward(self, params: Params, window: Window, cache: Any, keep: Keep | None) -> Out:
         """Runs the drafting network: by default the target's, on the window `window`, with the layers `keep` only
@@ -138,3 +138,8 @@ def conditional(s: State) -> Any:
     """Returns the target's cache in the state `s`; under classifier-free guidance, the cache of the conditional branch,
     the one with the prompt."""
     return s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache
+
+
+def whole_text(s: State) -> Any:
+    """Returns `conditional(s)` without the second caches that other drafts read (`decodax.cache.views`)."""
+    return without_views(conditional(s))
