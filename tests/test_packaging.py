@@ -71,7 +71,7 @@ def test_the_metadata_say_what_is_supported() -> None:
     assert project["requires-python"] == ">=3.11,<3.14" and versions == {"3.11", "3.12", "3.13"}
     assert "Typing :: Typed" in project["classifiers"] and (ROOT / "decodax" / "py.typed").exists()
     assert PROJECT["tool"]["setuptools"]["package-data"] == {
-        "decodax": ["py.typed"], "decodax.models": ["zoo/*/*", "formats/*.cc"]}
+        "decodax": ["py.typed"], "decodax.models": ["zoo/*/*", "formats/native/*.cc", "formats/native/*.h"]}
     assert all((ROOT / name).exists() for name in (project["readme"], *project["license-files"]))
 
 

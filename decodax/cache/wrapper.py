@@ -17,6 +17,7 @@ from decodax.core.cache import Cache, Entries, Feature, Layout, PyTree
 from decodax.core.capabilities import (
     Draftable,
     DraftBase,
+    HoldsViews,
     LimitsWindow,
     PromptInPart,
     ReadPrompt,
@@ -26,7 +27,7 @@ from decodax.core.capabilities import (
 )
 
 
-class Combined(PromptInPart, WholePrompt, LimitsWindow, Refreshes, Truncates, DraftBase):
+class Combined(PromptInPart, WholePrompt, LimitsWindow, Refreshes, Truncates, HoldsViews, DraftBase):
     """A cache that contains one or several other caches, its members: the fields named in `members`.
 
     Derive a `@struct` and implement `commit`, which passes each member its entries. `attend`, `capacity`, `length`,

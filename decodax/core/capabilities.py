@@ -165,9 +165,13 @@ class DraftBase(Cache):
         """
         raise _no_view(self, kind)
 
+
+class HoldsViews(Cache):
+    """A cache that may have second caches for drafts beside it."""
+
+    @abc.abstractmethod
     def without_views(self) -> Cache:
-        """Returns the cache of the whole text, without second caches for drafts beside it."""
-        return self
+        """Returns the cache of the whole text, without second caches."""
 
 
 class Draftable(Struct, abc.ABC):
@@ -307,9 +311,9 @@ def draft_view(cache: Any, kind: Any = None) -> Cache:
 
 
 def without_views(cache: Any) -> Cache:
-    """Returns the cache of the whole text, without second caches for drafts beside it (`DraftBase.without_views`); by
-    default `cache` itself."""
-    return cache.without_views() if isinstance(cache, DraftBase) else cache
+    """Returns the cache of the whole text, without second caches for drafts beside it (`HoldsViews`); by default
+    `cache` itself."""
+    return cache.without_views() if isinstance(cache, HoldsViews) else cache
 
 
 def _no_view(cache: Any, kind: Any) -> ValueError:

@@ -60,7 +60,7 @@ from decodax.core.algorithm import (
 )
 from decodax.core.around import Around, AroundModel
 from decodax.core.cache import Cache, CacheConfig, Feature
-from decodax.core.capabilities import DraftBase, PromptPhase, Refreshes, Truncates
+from decodax.core.capabilities import DraftBase, HoldsViews, PromptPhase, Refreshes, Truncates
 from decodax.core.composed import Composed, parts_of
 from decodax.core.target import RunsTarget, for_target
 from decodax.core.types import Model
@@ -256,7 +256,7 @@ def test_wrappers_answer_for_all_of_the_contract() -> None:
 
 
 def test_a_cache_of_caches_answers_for_all_of_the_contract() -> None:
-    can = public(PromptPhase) | public(Refreshes) | public(Truncates) | public(DraftBase)
+    can = public(PromptPhase) | public(Refreshes) | public(Truncates) | public(DraftBase) | public(HoldsViews)
     assert (public(Cache) | can) - {"commit", "draft_view"} <= public(Combined)      # what is not one for all members
     assert {"commit", "draft_view"} <= public(Wrapper)
 

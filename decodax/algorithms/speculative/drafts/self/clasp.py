@@ -90,7 +90,8 @@ class CLaSp(SkipsLayers):
 
     def check_fit(self, model: Any, cache: Any) -> None:
         super().check_fit(model, cache)
-        require(without_views(cache), frozenset(("truncation",)), "CLaSp")      # the searches read the whole text alone
+        # the searches read the whole text alone
+        require(without_views(cache), frozenset(("truncation",)), "Speculative(CLaSp)")
 
     @property
     def count(self) -> int:
