@@ -59,7 +59,7 @@ def test_trees_samples_and_pages_change_nothing(lm: LM) -> None:
     plain = run(lm, **options)
     trees = dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.trees.Fixed.balanced(2, 2))
     assert run(lm, algorithm=trees, **options) == run(lm, cache="paged:page=4,pages=64", **options) == plain
-    with pytest.raises(ValueError, match="cache: h2o takes a model without biases of its attention scores"):
+    with pytest.raises(ValueError, match="cache: h2o takes a model whose queries attend to all"):
         run(lm, cache="h2o:budget=20")
 
 
