@@ -49,9 +49,9 @@ class DecoderLayer(nnx.Module):
         self.mlp_out = norm(block in ("post", "sandwich") and feeds, after)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = LayerFactor(c.conditioned) if c.layer_scale else None
-        several = isinstance(c.streams, Streams)
-        self.streams = StreamMixer(c, rngs) if several else None
-        self.low_rank = LowRankPath(c, rngs, c.streams.rank) if isinstance(c.streams, Streams) else None
+        several = c.streams if isinstance(c.streams, Streams) else None
+        self.streams = None if several is None else StreamMixer(c, rngs)
+        self.low_rank = None if several is None else LowRankPath(c, rngs, several.rank)
         hyper = lambda: HyperConnection(c, rngs) if isinstance(c.streams, HyperConnections) else None
         self.attn_hc, self.mlp_hc = hyper(), hyper()
 

@@ -38,7 +38,7 @@ LARGE: dict[str, Any] = {
     "experts": {f"mlp.{part}": f"experts.{{expert}}.{own}" for part, own in OWN.items()},
     "extra": {f"attn.{part}growth.{leaf}": f"attention.{part}ssmax_scaling.{leaf[0]}"
               for part in ("", "indexer.") for leaf in ("scale", "bias")}}
-"""What differs in the files that Mistral AI released of Mistral Large 4."""
+"""Fields that have other values in the files of Mistral Large 4 that Mistral AI released."""
 
 NAMES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),

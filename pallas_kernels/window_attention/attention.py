@@ -153,9 +153,8 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
             `window_attention`.
     """
     _check(implementation, cache, scales)
-    arrays = q, lse, positions, cache, length, cached, slot_positions, scales, table
-    return _weights_once(*arrays, scale=scale, sliding=sliding, softcap=softcap, causal=causal,
-                         implementation=implementation or choose(cache))
+    return _weights_once(q, lse, positions, cache, length, cached, slot_positions, scales, table, scale=scale,
+                         sliding=sliding, softcap=softcap, causal=causal, implementation=implementation or choose(cache))
 
 
 def quantized(cache: Array, width: int) -> tuple[Array, Array]:
@@ -216,8 +215,10 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
     keys, cache = rows if alone else heads, P(DATA if table is None else None, None if alone else MODEL)
     specs = (heads, keys, keys, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
              _slots(slot_positions), P(MODEL), cache, rows, heads)
+    # Loops of a choice of blocks are as long as a device's rows need: a collective in them would wait for others.
+    whole = implementation != "xla" or isinstance(options["bias"], TopBlocks)
     local = functools.partial(_attention, implementation=implementation, **options)
-    return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
+    return shardwise(local, specs, (heads, heads), *arrays, whole=whole)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))

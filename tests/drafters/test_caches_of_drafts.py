@@ -30,12 +30,12 @@ SOURCES: dict[str, Any] = {
     **{name: functools.partial(lambda name: drafting_source(DEEP, fresh(name, DEEP)), name)
        for name in ("eagle-3", "longspec", "mixture-of-attentions", "pass", "dflash")}}
 ALONE = {"few tokens", "a ring", "choices", "fewer bits"}
-"""Those beside which the target's cache changes."""
+"""Sources with which the target gets another cache."""
+# CLaSp needs a cache that forgets the end of a text, and mixture-of-attentions a dense one: quantspec's is neither
 PAIRS = [pair for pair in itertools.combinations(SOURCES, 2) if ALONE.intersection(pair)
          and pair not in (("searched layers", "fewer bits"), ("fewer bits", "mixture-of-attentions"))]
-# of which the first needs a cache that forgets the end of a text, and the last reads a dense one
 ALIKE = [pair for pair in PAIRS if "fewer bits" not in pair]
-"""Those whose tokens are plain decoding's: arms keep one guarantee."""
+"""Pairs that both give the tokens of plain decoding. Adaptive methods refuse arms with different guarantees."""
 SHOWN = [("layers", "few tokens"), ("searched layers", "a ring"), ("layers", "fewer bits"), ("few tokens", "eagle-3"),
          ("few tokens", "mixture-of-attentions")]
 NEVER, ALWAYS = 1e6, 1.0

@@ -110,7 +110,7 @@ def test_logits_ends_and_losses_are_those_of_the_authors_training():
 
 
 def test_a_teacher_reads_the_text_token_by_token_and_groups_are_compared_with_it():
-    """Of a text with groups of one token the model is its own teacher."""
+    """If all groups have one token, the model and a teacher with the same weights give the same distributions."""
     target, drafter = checkpoint()
     loss = HamburgerLoss(target.model, drafter.head, distill=2.0)
     texts = [[[3], [17], [22, 30], [1], [8, 14, 25, 6]], [[5], [9, 2], [11]]]

@@ -1,7 +1,6 @@
 """Tiny configurations of every family, as transformers writes them: the cases of the model tests.
 
-torch and transformers are imported where they are used: the tests of meshes read the cases alone, since collectives on
-CPU crash beside torch.
+torch and transformers are imported where they are used, since the collectives of tests of meshes crash beside torch.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ MINIMAX_M3 = {"head_dim": 16, "rotary_dim": 8, **rope("default", partial_rotary_
               "mlp_layer_types": ["sparse", "dense", "sparse"]}
 LARGE = {**{key: value for key, value in MLA.items() if key != "q_lora_rank"}, **DSA, "num_hidden_layers": 6,
          "attention_bias": True, "n_group": 2, "final_logit_softcapping": 4.0, "no_rope_layers": [1, 1, 0, 1, 0, 1],
-         "kv_source_layers": [0, 0, 2, 0, 2, 5],
-         "indexer_types": ["full", "full", "shared", "shared", "full", "full"],
+         "kv_source_layers": [0, 0, 2, 0, 2, 5], "indexer_types": ["full", "full", "shared", "shared", "full", "full"],
          **rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.0)}
 GRANITE_SWA = {"num_hidden_layers": 3, "layer_rope_theta": [0, 1e4, 5e5], "embedding_multiplier": 6.0,
                "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -83,10 +81,9 @@ LAGUNA = {**SMALL_WINDOW, "head_dim": 16, "num_experts": 4, "num_experts_per_tok
           "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7}
 MUSE = {**SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 3, "rms_norm_eps": 0.05, "post_norm_eps": 0.3,
         "qk_scale_factor": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}
-MUSE_EYE: dict[str, Any] = {
-    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-                      "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
-    "out_hidden_size": 64, "projector_hidden_size": 16}
+MUSE_EYE: dict[str, Any] = {"out_hidden_size": 64, "projector_hidden_size": 16, "vision_config": {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+    "pos_emb_height": 4, "pos_emb_width": 4}}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)

@@ -91,7 +91,7 @@ def test_slots_that_a_window_does_not_see_give_no_block() -> None:
 
 
 def test_positions_of_a_text_without_a_cache_may_be_any() -> None:
-    """They may begin anywhere, have gaps, and be negative at nodes that nobody sees."""
+    """Positions may begin anywhere and have gaps, and those of nodes that no query sees may be negative."""
     q, k, v, own = drawn((B, W, H, FIRST), (B, W, G, D), (B, W, G, E), (B, W, G, D - FIRST))
     k = shared(k)
     positions = np.array([[7, 8, 9, 10, 11], [1000, 1004, 90_000, 90_001, 90_009], [-3, -2, 0, 1, 2]], np.int32)

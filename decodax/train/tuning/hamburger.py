@@ -4,9 +4,9 @@ one.
 
 Groups are chosen by the entropies that the model has before the training: a group begins with the token of which it is
 least sure. As in the authors' code, the model has half the learning rate of embedder and decoder (`RATES`), and the
-model before the training may be a teacher (`HamburgerLoss.distill`): it reads the text token by token, and its
-distribution of each token is that which the group's token should have. Their code aligns both with a place for the end
-of each group, which their logits no longer have; here ends have no such loss.
+model before the training may be a teacher (`HamburgerLoss.distill`): it reads the text token by token, and the model in
+training learns its distribution of each token. For the ends of groups there is no such loss, since the teacher does not
+predict them. The authors' code has a place for each end among the teacher's logits, but never uses this loss.
 """
 
 from __future__ import annotations

@@ -130,13 +130,9 @@ inline void Outputs(const Kernel& k, int64_t n, const float* x, int64_t stride, 
 template <int kGroup, int kBits>
 void Range(const Kernel& k, int64_t first, int64_t last, const float* x, int64_t rows, int64_t stride, float* y,
            int64_t outputs) {
-  ByRows(rows, [&](int64_t row, auto count, auto together) {
+  ByRows(rows, first, last, [&](int64_t row, int64_t n, auto count, auto together) {
     constexpr int R = decltype(count)::value, O = decltype(together)::value;
-    const float* own = x + row * stride;
-    float* made = y + row * outputs;
-    int64_t n = first;
-    for (; n + O <= last; n += O) Outputs<kGroup, kBits, R, O>(k, n, own, stride, made, outputs);
-    for (; n < last; ++n) Outputs<kGroup, kBits, R, 1>(k, n, own, stride, made, outputs);
+    Outputs<kGroup, kBits, R, O>(k, n, x + row * stride, stride, y + row * outputs, outputs);
   });
 }
 

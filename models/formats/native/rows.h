@@ -84,13 +84,9 @@ inline void RowOutputs(const uint8_t* kernel, const float* x, int64_t K, float* 
 template <typename T>
 void RowRange(const uint8_t* kernel, int64_t first, int64_t last, const float* x, int64_t rows, int64_t K, float* y,
               int64_t outputs) {
-  ByRows(rows, [&](int64_t row, auto count, auto together) {
+  ByRows(rows, first, last, [&](int64_t row, int64_t n, auto count, auto together) {
     constexpr int R = decltype(count)::value, O = decltype(together)::value;
-    const float* own = x + row * K;
-    float* made = y + row * outputs;
-    int64_t n = first;
-    for (; n + O <= last; n += O) RowOutputs<T, R, O>(kernel + n * K * T::B, own, K, made + n, outputs);
-    for (; n < last; ++n) RowOutputs<T, R, 1>(kernel + n * K * T::B, own, K, made + n, outputs);
+    RowOutputs<T, R, O>(kernel + n * K * T::B, x + row * K, K, y + row * outputs + n, outputs);
   });
 }
 

@@ -93,7 +93,8 @@ class Board {
 };
 
 // Computes `outputs` outputs of `products` products each.
-inline void Compute(ffi::ThreadPool& pool, int64_t outputs, int64_t products, std::function<void(int64_t, int64_t)> run) {
+inline void Compute(ffi::ThreadPool& pool, int64_t outputs, int64_t products,
+                    std::function<void(int64_t, int64_t)> run) {
   auto work = std::make_shared<Work>();
   work->run = std::move(run);
   work->outputs = outputs;

@@ -15,7 +15,7 @@ GLM5 = {**COMMON, "model_type": "glm_moe_dsa", "num_hidden_layers": 6, "num_key_
 M3 = {**COMMON, "model_type": "minimax_m3_vl_text", **MINIMAX_M3}
 RELEASED = {key: value for key, value in M3.items() if not key.startswith("index_") and key not in (
     "layer_types", "mlp_layer_types", "rope_parameters")}
-"""As released files say it, but for the index."""
+"""Entries of released files, except for those of the index."""
 INDEX = {"sparse_num_index_heads": 2, "sparse_index_dim": 12, "sparse_block_size": 4, "sparse_topk_blocks": 2,
          "sparse_local_block": 1, "sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True,
          "sparse_disable_index_value": [1, 0, 1], "sparse_attention_freq": [1, 0, 1]}
@@ -99,8 +99,8 @@ def test_entries_that_say_what_is_computed_change_nothing(config: dict[str, Any]
 
 @pytest.mark.parametrize("kind", ["minimax_m3_vl_text", "minimax_m3", None])
 def test_minimax_m3_is_read_from_the_entries_of_its_release(kind: str | None) -> None:
-    """Which has other names for the index, lists of 0 and 1, the rope outside of rope_parameters, and in text_config no
-    model_type or another one."""
+    """The release names the entries of the index differently, has lists of 0 and 1, and no rope_parameters; its
+    text_config has another model_type, or none."""
     text = {**RELEASED, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "moe_layer_freq": [1, 0, 1],
             "sparse_attention_config": INDEX, "hidden_act": "swigluoai"}
     text = {key: value for key, value in {**text, "model_type": kind}.items() if value is not None}

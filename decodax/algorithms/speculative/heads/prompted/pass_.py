@@ -3,8 +3,8 @@ one forward pass, and a second one verifies them ("PaSS: Parallel Speculative Sa
 
 A round runs the target twice. The first pass reads the newest token and the `K` embeddings after it, and gives `1 + K`
 drafts, of which the first has the target's own distribution. So a round writes at least two tokens. Here the second
-pass computes the newest token again: 9% of the operations of a compiled round with 4 embeddings, and 0.3% of the bytes
-that it moves at batch 1 (a Llama of 125M parameters; 0.9% for the shipped `pycode`), since both passes read all weights
+pass computes the newest token again: with 4 embeddings 9% of the operations of both passes, as compiled for a CPU, and
+0.3% of their bytes at batch 1 (a Llama of 125M parameters; 0.9% for the shipped `pycode`), since both read all weights
 in any case. If the first pass leaves out layers (S3D), what it computes of that token is not the target's.
 
 Training: the text's own tokens, at places of a text (`decodax.train.drafting.prompt_tokens`).
