@@ -153,8 +153,9 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
             `window_attention`.
     """
     _check(implementation, cache, scales)
-    return _weights_once(q, lse, positions, cache, length, cached, slot_positions, scales, table, scale=scale,
-                         sliding=sliding, softcap=softcap, causal=causal, implementation=implementation or choose(cache))
+    arrays = q, lse, positions, cache, length, cached, slot_positions, scales, table
+    return _weights_once(*arrays, scale=scale, sliding=sliding, softcap=softcap, causal=causal,
+                         implementation=implementation or choose(cache))
 
 
 def quantized(cache: Array, width: int) -> tuple[Array, Array]:
@@ -263,9 +264,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
         return parts if sinks is None else with_sinks(parts, sinks)
     v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
-    chooses = bias if isinstance(bias, KeyChoice) else None
+    chooses, bias = (bias, None) if isinstance(bias, KeyChoice) else (None, bias)
     chooses = dataclasses.replace(chooses, queries=asked) if isinstance(chooses, TopBlocks) else chooses
-    bias = None if isinstance(bias, KeyChoice) else bias
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     if added is not None and not callable(added):
         raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
