@@ -91,6 +91,13 @@ class Scripted(Controller):
         return state
 
 
+class Begins(Scripted):
+    """Also says beforehand which arm is the first."""
+
+    def first(self, of: Arms) -> int:
+        return self.script[0]
+
+
 @pytest.mark.wide(but=("eagle-3",))
 @pytest.mark.parametrize("name", ["eagle-3", "dspark", "chimera", "medusa", "longspec", "falcon"])
 def test_a_head_that_reads_rounds_without_drafts_later_drafts_the_same(name: str,
@@ -132,21 +139,49 @@ def test_a_head_that_skips_rounds_drafts_as_if_their_tokens_were_not_there(name:
     options: Any = dict(new=30, size=64)
     s = cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, **options)
     assert cases.texts(s) == cases.texts(cases.decode(dx.Autoregressive(), "llama", cases.prompts(3), {}, **options))
+    _assert_skipped(lm, source, method, s, [5] * 3)     # of nine rounds the store holds four
+
+
+@pytest.mark.wide(but=("eagle-3",))
+@pytest.mark.parametrize("name", ["eagle-3", "p-eagle", "medusa", "dflash", "dspark", "falcon", "longspec", "glide"])
+def test_a_head_reads_the_end_of_prompts_alone_if_decoding_begins_without_drafts(
+        name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the output is that of plain decoding, with prompts that are read in one chunk or several."""
+    lm = cases.lm("llama")
+    source: Any = drafting_source(lm, fresh(name, lm))
+    _store(monkeypatch, 4)
+    method = Adaptive((NOTHING, Speculative(source, shape=Chain(2))), Begins((0, 0, 1, 1, 1)))
+    assert method.skips_prompts
+    lengths = [len(prompt) for prompt in cases.prompts(3)]
+    for width in (4, 16):
+        options: Any = dict(new=30, size=64, width=width)
+        s = cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, **options)
+        assert cases.texts(s) == cases.texts(cases.decode(dx.Autoregressive(), "llama", cases.prompts(3), {}, **options))
+        assert np.asarray(s.stats.drafted).min() > 0
+        # the store had all tokens of the prompt but the newest one, and those of two rounds
+        _assert_skipped(lm, source, method, s, [max(n - 1 + 2 - 4, 0) for n in lengths], first=0)
+
+
+def _assert_skipped(lm: LM, source: Any, method: Adaptive, s: State, skipped: list[int],
+                    first: int | None = None) -> None:
+    """Asserts that the head's keys and values are those of a text without `skipped` consecutive pairs in each row, from
+    index `first` on (None: any)."""
     head = s.algo[1][1]
     if head.cache is None:
         return
-    assert head.skipped.tolist() == [5] * 3     # of nine rounds the store holds four
+    assert head.skipped.tolist() == skipped
     for row, n in enumerate(np.asarray(head.cache.length)):
-        text = np.asarray(s.tokens[row, :int(s.length[row])])
-        n = min(n, len(text) - 6)           # tokens that the end has cut are forgotten when a row goes on
+        text, count = np.asarray(s.tokens[row, :int(s.length[row])]), skipped[row]
+        n = min(n, len(text) - count - 1)       # tokens that the end has cut are forgotten when a row goes on
         out = lm.model.apply(lm.params, causal(jnp.asarray(text[None]), jnp.zeros(1, jnp.int32)),
                              lm.model.init_cache(1, 64))
         features = source.head.features(out.hidden, out.layers)
         held = np.moveaxis(np.asarray(head.cache.kv[0][row, :, :n]), 0, 1)
 
-        def without(first: int, n: int = n, text: Any = text, features: Any = features) -> np.ndarray:
-            """The keys and values of a head that reads the text without five pairs."""
-            kept = np.delete(np.arange(n + 5), np.arange(first, first + 5))
+        def without(first: int, n: int = n, text: Any = text, features: Any = features,
+                    count: int = count) -> np.ndarray:
+            """The keys and values of a head that reads the text without these pairs."""
+            kept = np.delete(np.arange(n + count), np.arange(first, first + count))
             pairs = causal(jnp.asarray(text[kept + 1][None]), jnp.zeros(1, jnp.int32))
             weights, own = method.weights[1], source.head
             embed = lambda at: embeddings(lm.model, lm.params, jnp.asarray(text[at][None]))
@@ -162,7 +197,8 @@ def test_a_head_that_skips_rounds_drafts_as_if_their_tokens_were_not_there(name:
             step = source._step(Params(lm.params, weights), pairs, states, 0, cache)
             return np.asarray(step.entries[0].both)[0]
 
-        assert any(np.allclose(without(first), held, atol=2e-5, rtol=1e-5) for first in range(1, n))
+        assert any(np.allclose(without(i), held, atol=2e-5, rtol=1e-5)
+                   for i in (range(1, n) if first is None else [first]))
 
 
 def test_a_head_that_reads_rounds_later_is_probed_when_it_is_due() -> None:

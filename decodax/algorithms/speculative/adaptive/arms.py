@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
-from decodax.algorithms.speculative.adaptive.later import MOST, after_reading, empty_unread, with_round
+from decodax.algorithms.speculative.adaptive.later import MOST, after_reading, empty_unread, with_chunk, with_round
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
@@ -144,6 +144,14 @@ class Adaptive(LearnsFromPrompt, Varies, ChecksFit):
         return () if NOTHING not in self.arms else tuple(i for i, draft in enumerate(self.drafts) if draft.defers)
 
     @functools.cached_property
+    def skips_prompts(self) -> bool:
+        """True if the `deferred` drafts read the last tokens of a prompt alone, before the first drafts. So it is if
+        decoding begins without drafts and none of these drafts needs to read everything."""
+        first = self.controller.first(self.known)
+        return (bool(self.deferred) and first is not None and self.arms[first] == NOTHING
+                and all(self.drafts[i].takes_gaps for i in self.deferred))
+
+    @functools.cached_property
     def known(self) -> Arms:
         """Description of the arms for the controller: lengths, which arms share a draft, and which are also compared
         for free."""
@@ -189,7 +197,11 @@ class Adaptive(LearnsFromPrompt, Varies, ChecksFit):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state of the algorithm after all drafts have read a prefill chunk of the prompts."""
-        return algo[0], self._tell(params, s, window, out, None, algo[1]), *algo[2:]
+        control, states, papers, unread = algo
+        if self.skips_prompts:
+            unread = with_chunk(unread, self._forms(params, s), window, out)
+        states = self._tell(params, s, window, out, None, states, self.deferred if self.skips_prompts else ())
+        return control, states, papers, unread
 
     @functools.cached_property
     def free(self) -> tuple[int, ...]:

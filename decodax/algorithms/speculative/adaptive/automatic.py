@@ -92,14 +92,28 @@ class Automatic(Controller):
 
     def init(self, of: Arms, batch: int) -> Rates:
         self.check_arms(len(of))
-        # as if some drafts had been tried, so that the first failures do not decide; of those that are compared on
-        # paper first, half a draft
-        free, first = np.array(of.on_paper)[:, None], np.arange(of.longest) == 0
-        tried = jnp.array(np.where(free, 0.5, np.full(of.longest, BELIEVED)), jnp.float32)
-        held = tried * np.where(free, np.where(first, 0.2, 0.75), HOLD).astype(np.float32)
+        tried, held = map(jnp.array, self._assumed(of))
+        clocks = jnp.zeros(4, jnp.int32).at[0].set(self._first_probe(of))
+        return for_rows(Rates(tried=tried, held=held, clocks=clocks), batch)
+
+    def first(self, of: Arms) -> int | None:
+        tried, held = self._assumed(of)
+        tokens = 1 + np.cumsum(np.cumprod(held / tried, 1), 1)
+        per_round = [tokens[arm, length - 1] if length else 1.0 for arm, length in enumerate(of.lengths)]
+        best = int(np.argmin(np.array(self.costs) / per_round))
+        return None if of.lengths[best] == 0 and self._first_probe(of) < 1 else best
+
+    def _assumed(self, of: Arms) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of tested and accepted drafts by arm and depth that are assumed at first, `f32[A, K]`, so
+        that the first failures do not decide; of drafts that are compared on paper first, half a draft."""
+        free, depth = np.array(of.on_paper)[:, None], np.arange(of.longest)
+        tried = np.where(free, 0.5, np.full(of.longest, BELIEVED)).astype(np.float32)
+        return tried, tried * np.where(free, np.where(depth == 0, 0.2, 0.75), HOLD).astype(np.float32)
+
+    def _first_probe(self, of: Arms) -> int:
+        """Returns the number of rounds before drafts that would not pay with the assumed acceptance are probed."""
         extra = min((self._extra(of, arm) for arm, length in enumerate(of.lengths) if length), default=0.0)
-        wait = jnp.int32(min(extra / self.probing, self.patience))
-        return for_rows(Rates(tried=tried, held=held, clocks=jnp.zeros(4, jnp.int32).at[0].set(wait)), batch)
+        return int(min(extra / self.probing, self.patience))
 
     def _extra(self, of: Arms, arm: int) -> float:
         """Returns how much longer a round of an arm takes than one without drafts, as a multiple of that."""

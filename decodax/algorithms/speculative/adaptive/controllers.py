@@ -85,6 +85,11 @@ class Controller(abc.ABC):
             batch: number of rows.
         """
 
+    def first(self, of: Arms) -> int | None:
+        """Returns the index of the arm of the first round if it is known before the prompts are, else None. If this arm
+        makes no drafts, trained heads read of the prompts only what they need for later drafts."""
+        return None
+
     @abc.abstractmethod
     def choose(self, of: Arms, state: Any, s: State) -> Array:
         """Returns the index of the arm for the next round, `i32[]`, from the description `of` of the arms, the

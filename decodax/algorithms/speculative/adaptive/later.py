@@ -4,7 +4,8 @@ A head computes its keys and values from the target's hidden states of all verif
 of the head in each round would make plain decoding slower. So what heads read of the target's output is stored, and a
 round before the next drafts passes it to them as a chunk of the prompt. Drafts do not depend on it but for rounding.
 If there were more such rounds than are stored, a head that `takes_gaps` reads the last ones alone, so that plain
-decoding costs the same however long it lasts; others read when the store is full.
+decoding costs the same however long it lasts; others read when the store is full. Of prompts, such a head reads as much
+if decoding begins without drafts (`Controller.first`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax import Array
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Out, Params
-from decodax.core.window import causal
+from decodax.core.window import Window, causal
 
 MOST = 32
 """Number of tokens of a row that are stored. One pass of a head over them costs a small part of as many rounds."""
@@ -69,8 +70,34 @@ def with_round(unread: Unread, forms: tuple[Any, ...], s: State, out: Out) -> Un
     at = s.length - 1
     count = jnp.clip(at - unread.start, 0, unread.count)        # of a row whose text was cut the rest is dropped
     start = jnp.where(count == 0, at, unread.start)
-    slot = jnp.where(s.running, at % MOST, MOST)
-    rows = jnp.arange(s.batch, dtype=jnp.int32)
+    slot = jnp.where(s.running, at % MOST, MOST)[:, None]
+    lost = s.running & (count == MOST)
+    return Unread(read=_put(unread, forms, slot, out), start=start + lost, count=count + s.running - lost)
+
+
+def with_chunk(unread: Unread, forms: tuple[Any, ...], window: Window, out: Out) -> Unread:
+    """Returns the buffer with the target's output for the last tokens of a chunk of the prompts, at most `MOST` of each
+    row. Older tokens make room, and those that do not end where the chunk begins are dropped.
+
+    Args:
+        unread: the buffer.
+        forms: see `empty_unread`.
+        window: the chunk.
+        out: the target's output for it.
+    """
+    at, live = window.positions, window.live
+    end = jnp.max(jnp.where(live, at, -1), 1) + 1
+    new = live.sum(1, dtype=jnp.int32)
+    before = jnp.where(unread.start + unread.count == end - new, unread.count, 0)
+    slot = jnp.where(live & (at >= end[:, None] - MOST), at % MOST, MOST)
+    count = jnp.where(new > 0, jnp.minimum(before + new, MOST), unread.count)
+    return Unread(read=_put(unread, forms, slot, out), start=jnp.where(new > 0, end - count, unread.start), count=count)
+
+
+def _put(unread: Unread, forms: tuple[Any, ...], slot: Array, out: Out) -> tuple[Array, ...]:
+    """Returns `unread.read` with the target's output for the tokens of a window at the indices `slot`, `i32[B, W]`;
+    those from `MOST` on are left out."""
+    rows, width = jnp.arange(len(slot), dtype=jnp.int32)[:, None], slot.shape[1]
 
     def put(held: Array, form: Any) -> Array:
         hidden, layers = form
@@ -78,11 +105,10 @@ def with_round(unread: Unread, forms: tuple[Any, ...], s: State, out: Out) -> Un
         parts += [new for x, new in zip(layers or (), out.layers or (), strict=False) if x is not None]
         if not parts:
             return held
-        return held.at[rows, slot].set(jnp.concatenate([part[:, 0].astype(held.dtype) for part in parts], -1),
-                                       mode="drop")
+        new = jnp.concatenate([part[:, :width].astype(held.dtype) for part in parts], -1)
+        return held.at[rows, slot].set(new, mode="drop")
 
-    lost = s.running & (count == MOST)
-    return Unread(read=tuple(map(put, unread.read, forms)), start=start + lost, count=count + s.running - lost)
+    return tuple(map(put, unread.read, forms))
 
 
 def after_reading(unread: Unread, index: int, form: Any, drafter: Any, params: Params, s: State, out: Out,
