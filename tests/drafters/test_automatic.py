@@ -156,8 +156,8 @@ def test_a_head_reads_the_end_of_prompts_alone_if_decoding_begins_without_drafts
     for width in (4, 16):
         options: Any = dict(new=30, size=64, width=width)
         s = cases.decode(method.bare(), "llama", cases.prompts(3), {}, draft=method.weights, **options)
-        assert cases.texts(s) == cases.texts(cases.decode(dx.Autoregressive(), "llama", cases.prompts(3), {}, **options))
-        assert np.asarray(s.stats.drafted).min() > 0
+        plain = cases.decode(dx.Autoregressive(), "llama", cases.prompts(3), {}, **options)
+        assert cases.texts(s) == cases.texts(plain) and np.asarray(s.stats.drafted).min() > 0
         # the store had all tokens of the prompt but the newest one, and those of two rounds
         _assert_skipped(lm, source, method, s, [max(n - 1 + 2 - 4, 0) for n in lengths], first=0)
 
