@@ -8,6 +8,7 @@ cost, since rejected drafts are never written to the cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,14 +69,14 @@ class Speculative(LearnsFromPrompt, ChecksFit):
             raise ValueError(f"shape: {type(self.draft).__name__} makes its own trees and takes at most a Chain, got "
                              f"{type(self.shape).__name__}")
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
         emits = self.drafter.length + 1     # the newest token, and the drafts that hold
         return Traits(f"Speculative({type(self.draft).__name__})", emits, commits=emits, needs=self.drafter.cache_needs,
                       window=1 + self.drafter.least_nodes,
                       guarantee=self.verify.guarantee if self.draft.exact else "approximate")
 
-    @property
+    @functools.cached_property
     def drafter(self) -> Draft:
         """The draft as an object with `propose`: a `Draft` as it is, and a `Source` combined with the shape of its
         trees."""

@@ -108,7 +108,7 @@ class Adaptive(LearnsFromPrompt, Varies, ChecksFit):
                 raise ValueError(f"arms: got two {type(draft).__name__} that differ in their weights alone, takes arms "
                                  "that differ in another option too, or share the weights")
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
         arms = [arm.traits for arm in self.arms]
         guarantee = next((arm.traits.guarantee for arm in self.arms if arm != NOTHING), NOTHING.traits.guarantee)

@@ -138,7 +138,9 @@ class Automatic(Controller):
         best = jnp.argmin(time)
         costly = (lengths > 0) & ~jnp.array(of.on_paper)
         wait, _, _, _ = state.common
-        probe = (lengths[best] == 0) & (wait <= 0) & costly.any()
+        # a probe costs its share of the time that is left, too
+        worth = left.max() >= self._first_probe(of)
+        probe = (lengths[best] == 0) & (wait <= 0) & worth & costly.any()
         return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
 
     def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
