@@ -101,7 +101,7 @@ def parse_options(text: str, known: Mapping[str, Option], slot: str = "") -> dic
         if option in given:
             raise ValueError(f"{text}: got {option} twice")
         value = part[said.end():] if said else part
-        given[option] = _value(option, value.strip(), known[option].hint, len(known) == 1)
+        given[option] = _value(option, value.strip(), known[option].hint)
     return given
 
 
@@ -128,8 +128,8 @@ def split(text: str) -> list[str]:
     return [*parts, text[begin:]] if text[begin:].strip() else parts
 
 
-def _value(name: str, text: str, hint: Any, alone: bool = False) -> Any:
-    """Parses the value of an option by its annotation. With `alone`, a list needs no parentheses."""
+def _value(name: str, text: str, hint: Any) -> Any:
+    """Parses the value of an option by its annotation. A list, such as one of a single item, needs no parentheses."""
     kinds = _alternatives(hint)
     if text[:1] in ("'", '"') and isinstance(quoted := _literal(text), str):
         return quoted
@@ -146,7 +146,7 @@ def _value(name: str, text: str, hint: Any, alone: bool = False) -> Any:
     lists = [kind for kind in kinds if kind in (tuple, list) or get_origin(kind) in (tuple, list, Sequence)]
     plain = [kind for kind in kinds if kind not in lists and kind is not type(None)]
     enclosed = len(text) > 1 and text[0] + text[-1] in ("()", "[]") and len(split(text)) == 1
-    if lists and (enclosed or (alone and not plain)):
+    if lists and (enclosed or not plain):
         inner = get_args(lists[0])
         each = inner[0] if inner and (len(inner) == 1 or inner[1:] == (...,)) else None
         parts = split(text[1:-1] if enclosed else text)

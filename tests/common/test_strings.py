@@ -109,3 +109,9 @@ def test_every_entry_is_a_function_of_its_shelf() -> None:
 def test_a_wrong_constraint_is_refused_when_it_is_made(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_list_of_one_item_needs_no_parentheses() -> None:
+    known = {"lengths": Option((2, 4), tuple[int, ...]), "batch": Option(1, int)}
+    assert parse_options("automatic:lengths=2,batch=8", known) == {"lengths": (2,), "batch": 8}
+    assert parse_options("automatic:lengths=(2,4)", known) == {"lengths": (2, 4)}
