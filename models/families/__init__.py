@@ -32,7 +32,8 @@ from decodax.models.families import (
     qwen,
     state_spaces,
 )
-from decodax.models.families.flags import refuse_unread, unknown_entries
+from decodax.models.families.flags import refuse_unread
+from decodax.models.families.nearest import nearest
 from decodax.models.fields import checked
 from decodax.models.reading import Json
 
@@ -41,9 +42,9 @@ def read_config(c: Json) -> DecoderConfig:
     """Returns the decoder that a `config.json` describes.
 
     Raises:
-        ValueError: `model_type` is not a supported family (the message names similar ones, and the entries that these
-            do not have), an entry is missing, of the wrong type or out of its range, or an option is not supported
-            here.
+        ValueError: `model_type` is not a supported family (the message names the one that takes the most of the other
+            entries, the entries that this one does not take, and families of a similar name), an entry is missing, of
+            the wrong type or out of its range, or an option is not supported here.
     """
     known = [*FAMILIES, *WITH_IMAGES]
     # Checked only for known families: the entries of another family may have other types.
@@ -53,10 +54,13 @@ def read_config(c: Json) -> DecoderConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         differs = ""
         if isinstance(kind, str):
-            near = difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or ["llama"]
-            more = unknown_entries(c)
-            differs = f"near to {', '.join(near)}; " + (
-                f"beside the entries of these it has {', '.join(more[:8])}{' ...' if len(more) > 8 else ''}; "
+            inner = c.get("text_config")
+            own = {key: value for key, value in c.items() if not key.endswith("_config")}
+            best, more = nearest({**own, **inner} if isinstance(inner, dict) else c, FAMILIES)
+            alike = [name for name in difflib.get_close_matches(kind, known, n=3, cutoff=0.7) if name != best]
+            named = f"{', '.join(alike)}, by its name, and to " if alike else ""
+            differs = f"near to {named}{best}{', by its entries' if alike else ''}; " + (
+                f"beside what a {best} model takes it has {', '.join(more[:8])}{' ...' if len(more) > 8 else ''}; "
                 if more else "")
         raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), {differs}supported are "
                          f"{', '.join(known)}")

@@ -14,7 +14,6 @@ from typing import Any
 from decodax.models.blocks.options import Layer
 from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
-from decodax.models.fields import KINDS
 from decodax.models.reading import Json
 from decodax.models.residual.options import HyperConnections
 
@@ -117,8 +116,3 @@ def refuse_unread(c: Json, found: DecoderConfig) -> None:
         if shown is None or off or shown(found, value):
             continue
         raise ValueError(f"{key}: got {value!r}, which a {c.get('model_type')} model does not have here; takes none")
-
-
-def unknown_entries(c: Json) -> list[str]:
-    """Returns the entries that no family here reads."""
-    return [key for key in c if key not in KINDS and key not in SHOWN and not HARMLESS.search(key)]

@@ -9,6 +9,7 @@ import transformers
 
 from decodax.models.families import FAMILIES, read_config
 from decodax.models.families.flags import HARMLESS, MISSING, SHOWN
+from decodax.models.families.nearest import nearest
 from decodax.models.fields import FLAG, KINDS
 from tests.models.tiny import CASES, COMMON
 
@@ -103,6 +104,25 @@ def test_of_an_unknown_family_the_nearest_one_and_the_differences_are_named() ->
         read_config(config)
     with pytest.raises(ValueError, match=r"got 'x' .*near to llama; supported are"):
         read_config({"model_type": "x", "vocab_size": 8})
+
+
+@pytest.mark.wide(but=("flex_olmo-olmoe-",))
+@pytest.mark.parametrize(("kind", "best", "differs"), [
+    ("solar_open", "glm4_moe", ""), ("dots1", "glm4_moe", "sliding_window, max_window_layers"),
+    ("flex_olmo", "olmoe", ""), ("vaultgemma", "gemma2", ""), ("helium", "llama", ""), ("persimmon", "stablelm", ""),
+    ("jetmoe", "qwen3_moe", "kv_channels, activation_function"), ("longcat_flash", "deepseek_v2", "zero_expert_num")])
+def test_the_nearest_family_is_the_one_that_reads_the_most_entries(kind: str, best: str, differs: str) -> None:
+    config = transformers.AutoConfig.for_model(kind).to_dict()
+    name, more = nearest(config, FAMILIES)
+    assert name == best and differs in ", ".join(more) and bool(differs) == bool(more)
+    with pytest.raises(ValueError, match=f"got '{kind}' .*near to .*{best}.*; supported are"):
+        read_config(config)
+
+
+def test_the_nearest_family_of_a_model_with_images_is_that_of_its_text() -> None:
+    text = transformers.AutoConfig.for_model("qwen3_moe").to_dict()
+    with pytest.raises(ValueError, match=r"near to qwen3_moe; beside what .* it has own_scale; supported"):
+        read_config({"model_type": "my_vl", "text_config": {**text, "own_scale": 2.0}, "vision_config": {}})
 
 
 def test_every_family_has_a_case() -> None:

@@ -1,8 +1,8 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-Two kinds are read: byte-level BPE ("gpt2"), with its merges and the name of its splitting rule, and SentencePiece's BPE
-("llama"), with a score for each token. The second one becomes a BPE whose merges are the pairs that make a token, in
-the order of scores, as in transformers' conversion.
+Three kinds are read: byte-level BPE ("gpt2"), with its merges and the name of its splitting rule; SentencePiece's BPE
+("llama"), with a score for each token, which becomes a BPE whose merges are the pairs that make a token, in the order
+of scores, as in transformers' conversion; and Gemma 4's ("gemma4"), SentencePiece's with merges in the file.
 """
 
 from __future__ import annotations
@@ -137,17 +137,17 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
     """Returns the tokenizer of a file, or None if it has none.
 
     Raises:
-        CheckpointError: it is of another kind than "gpt2" and "llama", or an entry is missing or wrong.
+        CheckpointError: it is of another kind than those in `KINDS`, or an entry is missing or wrong.
     """
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return None
-    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {shown(kind)}, supported are 'gpt2' and "
-                              "'llama'; decodax.load(..., tokenizer=) takes another tokenizer")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {shown(kind)}, supported are "
+                              f"{', '.join(map(repr, KINDS))}; decodax.load(..., tokenizer=) takes another tokenizer")
     v = Vocabulary(file)
     try:
-        backend, begins = _byte_level(v) if kind == "gpt2" else _sentence_piece(v)
+        backend, begins = KINDS[kind](v)
         backend.add_tokens([AddedToken(text, special=kind != USER, normalized=False)
                             for text, kind in zip(v.tokens, v.kinds, strict=True) if kind in (UNKNOWN, CONTROL, USER)])
     except Exception as error:          # the binding raises a bare Exception
@@ -155,7 +155,9 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
             raise
         raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
     bos, ends, pad = v.id("bos"), v.ends, v.id("padding")
-    around = [[bos] if v.get("add_bos_token", begins) and bos is not None else [],
+    # Files of Gemma 4 may deny their BOS; as in llama.cpp, texts begin with it all the same.
+    first = v.get("add_bos_token", begins) or kind == "gemma4"
+    around = [[bos] if first and bos is not None else [],
               [ends[0]] if v.get("add_eos_token", False) and ends else []]
     if around != [[], []]:
         special = {v.tokens[i]: i for i in itertools.chain(*around)}
@@ -222,9 +224,7 @@ def _byte_level(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
         near = difflib.get_close_matches(str(name), RULES, n=3, cutoff=0.4)
         raise v.error("pre", f"got {name!r}{', near to ' + ', '.join(near) if near else ''}", ", ".join(sorted(RULES)))
     rule = RULES[name]
-    pairs = [(line[:at], line[at + 1:]) for line in v.need("merges") if (at := line.find(" ", 1)) > 0]
-    merges = [(a, b) for a, b in pairs if a in v.ids and b in v.ids and a + b in v.ids]
-    made = tokenizers.Tokenizer(models.BPE(v.ids, merges, ignore_merges=rule.whole))
+    made = tokenizers.Tokenizer(models.BPE(v.ids, _merges(v), ignore_merges=rule.whole))
     made.pre_tokenizer = pre_tokenizers.Sequence([
         *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -237,20 +237,35 @@ def _sentence_piece(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     scores = v.need("scores")
     if len(scores) != len(v.tokens):
         raise v.error("scores", f"got {len(scores)} entries", f"one for each of {len(v.tokens)} tokens")
+    return _spaced(v, _scored(v, scores.tolist()), bool(v.get("add_space_prefix", True))), True
+
+
+def _gemma4(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns the BPE of Gemma 4, and True."""
+    return _spaced(v, _merges(v), bool(v.get("add_space_prefix", False))), True
+
+
+def _spaced(v: Vocabulary, merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
+    """Returns a BPE over characters in which "▁" stands for a space, with bytes for what is no token; texts begin with
+    a space if `prefix`."""
     unknown = v.id("unknown")
-    bytewise = BYTE in v.kinds
     made = tokenizers.Tokenizer(models.BPE(
-        v.ids, _merges(v, scores.tolist()), unk_token=None if unknown is None else v.tokens[unknown], fuse_unk=True,
-        byte_fallback=bytewise))
-    prefix = bool(v.get("add_space_prefix", True))
+        v.ids, merges, unk_token=None if unknown is None else v.tokens[unknown], fuse_unk=True,
+        byte_fallback=BYTE in v.kinds))
     made.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if prefix else []),
                                             normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                       *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    return made, True
+    return made
 
 
-def _merges(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges(v: Vocabulary) -> list[tuple[str, str]]:
+    """Returns the merges of the file whose tokens it has."""
+    pairs = [(line[:at], line[at + 1:]) for line in v.need("merges") if (at := line.find(" ", 1)) > 0]
+    return [(a, b) for a, b in pairs if a in v.ids and b in v.ids and a + b in v.ids]
+
+
+def _scored(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """Returns the pairs of tokens that make a token, those of the best score first."""
     ids, found = v.ids, []
     for i in sorted(range(len(scores)), key=lambda i: -scores[i]):
@@ -259,3 +274,7 @@ def _merges(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
             found += [(left, text[at:]) for at in range(1, len(text))
                       if (left := text[:at]) in ids and text[at:] in ids]
     return found
+
+
+KINDS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4}
+"""Makers of tokenizers by the names in `tokenizer.ggml.model`."""

@@ -32,6 +32,15 @@ SPECIAL = ("<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|>", "a<|im_end|>b", 
     "<start_of_turn>user\nHi<end_of_turn>\n",
            "<|im_start|>  spaced  <|im_end|>", "<unused5>", "<file_sep>x", "<pad><unk>", "<|not_a_token|>")
 
+HARD = (
+    "It's 3.14159, they'd said; WE'LL see!", "1234567890 12 345 6,789.00 ½ ²x １２３", "getUserName", "iPhone",
+    "日本語のテキストと漢字abc漢字", "中文文本，标点。「引用」…！", "한국어 텍스트 ㄱㄴ", "ㄅㄆㄇ ︰﹏",
+    "ไทยข้อความ हिन्दी पाठ", "العربية، نص۔ ١٢٣", "emoji 🙂🚀👩‍👩‍👧‍👦 🇫🇷", "café naïve Ünïcödé ÀÉ",
+    "Բարեւ ქართული Ⴀⴀ 𝔘𝐀 ꞐꬰꞋ", "fooBarBAZ DŽdž ʰʼ", "\tif x:\n\t\tpass\n", "\n\n\nlines\n\n  \n", "\r\nwindows\r\n",
+    "a  b   c    d   ", " ", "    ", "\n", "\u3000full\u3000。", "\u00a0hard\u200bzero", "x=1;y=2//z\n/end",
+    "a(b|c)[d]{e}", "…“quotes” — ‘single’ ~～", "don't can't I'M y'all 'twas")
+"""Texts at whose boundaries rules of splitting differ."""
+
 
 def texts() -> list[str]:
     """Returns 200 texts: single parts, special tokens, and mixtures."""

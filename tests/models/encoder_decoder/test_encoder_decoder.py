@@ -91,7 +91,7 @@ def test_beams_of_the_generation_config_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["bart"], ["t5-1.0", "bart", "nllb"]))
+@pytest.mark.parametrize("name", often(["bart"], CASES))
 def test_every_row_has_its_own_inputs(name: str) -> None:
     """In samples of a prompt, and in batches."""
     policy: dict[str, Any] = dict(num_samples=2, temperature=1.0)
@@ -111,7 +111,7 @@ def test_drafts_leave_the_tokens_as_they_are(case: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["nllb"], ["t5-1.0", "bart", "nllb"]))
+@pytest.mark.parametrize("name", often(["nllb"], CASES))
 def test_a_chain_of_drafts_and_a_chunked_prefill_leave_the_tokens_as_they_are(name: str) -> None:
     own = dict(zip("abcd", np.random.default_rng(1).integers(3, 50, (4, 7)).tolist(), strict=True))
     prompts = [[start(name), *row[:n]] for row, n in zip(own.values(), (7, 3, 5, 1), strict=True)]
@@ -139,7 +139,7 @@ def test_sources_of_similar_lengths_share_their_programs() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["t5-1.0"], ["t5-1.0", "bart", "nllb"]))
+@pytest.mark.parametrize("name", often(["t5-1.0"], CASES))
 def test_nodes_are_placed_by_position(name: str) -> None:
     """Nodes of a tree buffer score as in a text of their own."""
     lm, given = loaded(name), source(SOURCES[:1])

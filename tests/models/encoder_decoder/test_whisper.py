@@ -19,7 +19,7 @@ from decodax.models import EncoderAudio, EncoderText
 from decodax.models.encoder_decoder.log_mel import log_mel
 from decodax.sampling import Context, Timestamps
 from tests.matrix import often
-from tests.models.small import POLICY, score, tokens_of
+from tests.models.small import POLICY, attention, score, tokens_of
 
 MELS, POSITIONS, TARGETS = 16, 50, 40
 END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, SILENT = 50, 51, 52, 53, 54, 55, 56
@@ -151,11 +151,22 @@ def _text(row: Any) -> list[int]:
 
 
 @pytest.mark.full
-def test_drafts_leave_the_tokens_as_they_are() -> None:
-    run = functools.partial(tokens_of, lm(), [[START, ENGLISH, TRANSCRIBE]] * 4, eos_token_id=END,
-                            inputs=EncoderAudio(features=np.stack(sounds(*[100] * 4))),
+def test_drafts_samples_chunks_and_batches_leave_the_tokens_as_they_are() -> None:
+    """Drafts in chains and trees; samples of a prompt share its encoder; rows alone are those of the batch."""
+    features = np.stack(sounds(*[100] * 4))
+    prompts = [[START, ENGLISH, TRANSCRIBE], [START, GERMAN, TRANSLATE, SILENT], [START], [START, ENGLISH, TRANSCRIBE]]
+    run = functools.partial(tokens_of, lm(), prompts, eos_token_id=END, inputs=EncoderAudio(features=features),
                             transforms=(Timestamps.of(4, TIMES, END),), **POLICY)
-    assert run(algorithm=LOOKUP) == run()
+    plain = run()
+    assert len(set(map(tuple, plain))) == 4
+    tree = dx.Speculative(dx.drafts.DraftModel(attention(VOCABULARY)), shape=dx.trees.Fixed.balanced(2, 2))
+    assert run(algorithm=LOOKUP) == plain and run(algorithm=tree) == plain
+    assert run(chunk=2) == plain and run(batch_size=2) == plain
+    assert run(num_samples=2)[::2] == plain
+    alone = [tokens_of(lm(), prompts[i:i + 1], eos_token_id=END, inputs=EncoderAudio(features=features[i:i + 1]),
+                       transforms=(Timestamps.of(1, TIMES, END),), temperature=POLICY["temperature"][i],
+                       top_p=POLICY["top_p"], seed=POLICY["seed"][i], request_ids=[i]) for i in range(4)]
+    assert [row for rows in alone for row in rows] == plain
 
 
 @pytest.mark.wide

@@ -28,6 +28,7 @@ from decodax.models.packed import Packed, multiply
 from decodax.sampling import build
 from tests.extending.pages import DOCS, run_file
 from tests.matrix import often
+from tests.models.formats.compiled_packed import PUBLISHED
 from tests.models.tiny import saved
 
 FORMATS = {name: one for name, one in formats.FORMATS.items() if one.statistic is None}
@@ -133,10 +134,10 @@ def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
 
 
 @functools.cache
-def as_shipped() -> list[str]:
+def as_shipped(*names: str) -> list[str]:
     """What `compiled_packed` prints, where XLA optimises as it does for users."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "tests.models.formats.compiled_packed", *COMPILED]
+    command = [sys.executable, "-m", "tests.models.formats.compiled_packed", *names]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True,
                           cwd=Path(__file__).parents[3])
     return done.stdout.splitlines()
@@ -147,9 +148,17 @@ COMPILED = ("int8", "int4", "int4:group=16", "fp8", "bfloat16", "float16", "qser
 
 def test_compiled_products_convert_in_vectors_and_write_no_kernel() -> None:
     """One row and 8 of each format. The two controls are what XLA makes of a plain product."""
-    lines = as_shipped()
+    lines = as_shipped(*COMPILED)
     assert lines[:-2] == [f"{name} {rows} fine" for name in COMPILED for rows in (1, 8)]
     assert lines[-2].startswith("plain 1 ['converts within a product") and "writes a kernel" in lines[-1]
+
+
+@pytest.mark.wide
+def test_compiled_products_of_published_kernels_write_none_whole() -> None:
+    """One row, 8, and mixtures of experts, of each kernel as checkpoints and GGUF files have them."""
+    lines = as_shipped(*PUBLISHED)
+    assert lines[:-2] == [f"{name} {rows} fine" for name in PUBLISHED for rows in (1, 8, "experts")]
+    assert "writes a kernel" in lines[-1]
 
 
 @pytest.mark.wide
