@@ -95,19 +95,31 @@ class Tensors:
             raise CheckpointError(f"{self.name}: holds {named_tensors(further)}, which the network does not have")
         return nested(leaves)
 
-    def vocabulary(self, size: int, target: int) -> np.ndarray | None:
+    def vocabulary(self, size: int, target: int, differences: bool = False) -> np.ndarray | None:
         """Returns the target's token for each of `size` logits, `i32[size]`, from `d2t` and `t2d`; None: they are the
         target's `target` tokens.
 
         `d2t` has the differences to the logits' own indices, and `t2d` is True for the tokens that there are.
 
+        Args:
+            size: number of logits.
+            target: number of tokens of the target.
+            differences: True if the producer is known to store differences, which then need no `t2d` and may be in any
+                order.
+
         Raises:
-            CheckpointError: the two do not agree, or one is missing.
+            CheckpointError: the two do not agree, one is missing, or `d2t` names a token twice or one that there is
+                not.
         """
         held = [name for name in ("d2t", "t2d") if name in self]
         if size == target and all(not np.any(self["d2t"]) if name == "d2t" else True for name in held):
             self.skip(*held)
             return None
+        if held == ["d2t"] and differences:
+            ids = np.arange(size) + np.asarray(self["d2t"], np.int64)
+            if len(set(ids.tolist())) < size or ids.min() < 0 or ids.max() >= target:
+                raise CheckpointError(f"{self.name}: d2t does not name {size} different tokens of {target}")
+            return ids.astype(np.int32)
         if len(held) < 2:
             raise CheckpointError(f"{self.name}: has {size} logits for {target} tokens, and lacks tensor "
                                   f"{'t2d' if held == ['d2t'] else 'd2t'}, without which their order is not known")
