@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from decodax.io.drafters import dflash
 from decodax.io.drafters.assistant import is_assistant, read_assistant
 from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
-from decodax.io.drafters.further import check_further, further_in, read_further
+from decodax.io.drafters.further import check_further, further_in, read_further, read_tuned
 from decodax.io.drafters.glimmer import is_glimmer, read_glimmer
 from decodax.io.drafters.reading import tensors_in
 from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
@@ -51,6 +51,8 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
     if is_assistant(whole):
         assistant, weights, order = read_assistant(tensors_in(path), dtype)
         return "mtp", assistant, weights, None if order is None else jnp.asarray(order, jnp.int32)
+    if whole.get("speculators_model_type") == "mtp":
+        return "mtp", *read_tuned(path, whole, dtype), None
     if (found := further_in(path, whole)):
         return "mtp", *read_further(path, whole, found, dtype), None
     check_further(path, whole)
