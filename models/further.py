@@ -107,3 +107,6 @@ it is given; here they are those after the target's final norm, as they are wher
 
 TUNED = "qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
 """The `model_type` of the layers that speculators tunes."""
+
+MEDUSA = "medusa_head."
+"""The beginning of the names of Medusa's heads in the files of a model that was trained with them (Medusa-2)."""

@@ -30,10 +30,11 @@ SPECFORGE = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_s
                          use_sliding_window=False, max_window_layers=48, eagle_config=dict(
                              eagle_aux_hidden_state_layer_ids=[0, 1, 3], use_aux_hidden_state=True))
 NVIDIA = SHAPE | dict(rope_theta=None, rope_scaling=dict(rope_type="default", rope_theta=10000.0),
-                      architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=FEW, pretraining_tp=1, eagle_config=dict(
-    eagle_aux_hidden_state_layer_ids=[0, 1, 3], use_aux_hidden_state=True, use_input_layernorm_in_first_layer=True,
-    use_last_layernorm=True, use_mtp_layernorm=False, next_layer_regular=True, parallel_draft_step=1,
-    parallel_draft_heads_num_layers=1))
+                      architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=FEW, pretraining_tp=1,
+                      eagle_config=dict(
+                          eagle_aux_hidden_state_layer_ids=[0, 1, 3], use_aux_hidden_state=True,
+                          use_input_layernorm_in_first_layer=True, use_last_layernorm=True, use_mtp_layernorm=False,
+                          next_layer_regular=True, parallel_draft_step=1, parallel_draft_heads_num_layers=1))
 """As `hf_spec_export.py` of NVIDIA/Model-Optimizer 0371364 writes it."""
 
 

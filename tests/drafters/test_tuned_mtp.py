@@ -23,7 +23,8 @@ def written(path, name, more=(), without=(), **changes):
     """A directory with the tensors of a case. All norms but Qwen3's have a weight that is 1 less."""
     path.mkdir(exist_ok=True)
     case = CASES[name]
-    tensors = {key: x - 1 if "norm" in key and name != "qwen3" else x for key, x in given.tensors(case["shapes"]).items()
+    less = lambda key: name != "qwen3" and "norm" in key
+    tensors = {key: x - 1 if less(key) else x for key, x in given.tensors(case["shapes"]).items()
                if key not in without}
     (path / "config.json").write_text(json.dumps(case["config"] | changes))
     save_file(tensors | dict(more), path / "model.safetensors")
