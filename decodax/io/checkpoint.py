@@ -127,8 +127,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
                       f"{min(later)}{use}", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
     if heads := [tensor for tensor in files.home if tensor.startswith(MEDUSA)]:
-        warnings.warn(f"{files.name}: skips {len(heads)} tensors of Medusa's heads, such as {min(heads)}; the algorithm "
-                      "'medusa' drafts with them", stacklevel=outside())
+        warnings.warn(f"{files.name}: skips {len(heads)} tensors of Medusa's heads, such as {min(heads)}; the "
+                      "algorithm 'medusa' drafts with them", stacklevel=outside())
         ignored.append(re.compile(f"^{re.escape(MEDUSA)}"))
     coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)

@@ -81,5 +81,5 @@ def test_pards_models_are_loaded_as_models(model):
 
 
 def test_other_models_are_no_drafters(model):
-    with pytest.raises(CheckpointError, match=r"no drafter in a known layout.*a draft model is loaded by decodax\.load"):
+    with pytest.raises(CheckpointError, match=r"known layout.*a draft model is loaded by decodax\.load"):
         load_drafter(model)
