@@ -1,5 +1,5 @@
-"""Tasks of a comparison from a file of questions: Spec-Bench's `question.jsonl`, a split of SPEED-Bench, or another file
-in their form.
+"""Tasks of a comparison from a file of questions: Spec-Bench's `question.jsonl`, a split of SPEED-Bench, or another
+file in their form.
 
 Each line is a JSON object with `turns`, the list of a user's messages in order, and optionally a `category` and a
 `question_id`. Spec-Bench (Xia et al., 2024: "Unlocking Efficiency in Large Language Model Inference: A Comprehensive

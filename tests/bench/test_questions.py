@@ -131,13 +131,25 @@ def test_the_command_compares_them(file: Path, tiny_model: Path, capsys: pytest.
     assert main([*line, "--questions", str(file)]) == 0
     out = capsys.readouterr().out
     assert "mt_bench" in out and "translation" in out and "copy-edit" not in out and "prompt-lookup" in out
-    assert main([*line, "--questions", str(file), "--temperature", "0.7", "--top-p", "0.9"]) == 0
-    assert "temperature 0.7, top-p 0.9; 2 questions" in capsys.readouterr().out
-    assert main([*line, "--questions", str(file), "--top-p", "0.9"]) == 2
-    assert "--top-p takes --temperature with --questions" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*line, "--questions", str(file), "--task", "completion"])
     assert "not allowed with argument" in capsys.readouterr().err
     file.write_text("none")
     assert main([*line, "--questions", str(file)]) == 2 and "line 1: " in capsys.readouterr().err
     assert main([*line, "--questions", "nowhere.jsonl"]) != 0 and "nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_the_command_samples_them(file: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    def named(lm: Any, contenders: Any, *, tasks: Any, **options: Any) -> None:
+        raise ValueError("; ".join(f"{task.name} {dict(task.sampling)}" for task in tasks))
+
+    monkeypatch.setattr("decodax.bench.compare.compare", named)
+    line = ["compare", "prompt-lookup", "--model", str(tiny_model)]
+    run = lambda *more: (main([*line, *more]), capsys.readouterr().err)[1]
+    some = ["--temperature", "0.7", "--top-p", "0.9"]
+    assert "mt_bench {'temperature': 0.7, 'top_p': 0.9}" in run("--questions", str(file), *some)
+    assert "mt_bench {'temperature': 0.0}" in run("--questions", str(file))
+    assert "sampled {'temperature': 0.7, 'top_p': 0.9}" in run("--task", "sampled", *some)
+    assert "sampled {'temperature': 0.8, 'top_p': 0.95}" in run("--task", "sampled")
+    assert "--top-p takes --temperature with --questions" in run("--questions", str(file), "--top-p", "0.9")
