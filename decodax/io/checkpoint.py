@@ -126,8 +126,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}{use}", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
-    if heads := [tensor for tensor in files.home if tensor.startswith(MEDUSA)]:
-        warnings.warn(f"{files.name}: skips {len(heads)} tensors of Medusa's heads, such as {min(heads)}; the "
+    if medusa := [tensor for tensor in files.home if tensor.startswith(MEDUSA)]:
+        warnings.warn(f"{files.name}: skips {len(medusa)} tensors of Medusa's heads, such as {min(medusa)}; the "
                       "algorithm 'medusa' drafts with them", stacklevel=outside())
         ignored.append(re.compile(f"^{re.escape(MEDUSA)}"))
     coded = mxfp4_sources(where, files, config)

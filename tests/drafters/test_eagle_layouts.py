@@ -158,6 +158,7 @@ def test_windows_without_a_length_or_layers_are_refused(tmp_path):
     held = weights() | MAPS
     for i, (more, message) in enumerate((
             (dict(layer_types=["sliding_attention"]), "takes sliding_window, the number of tokens"),
-            (dict(use_sliding_window=True, sliding_window=8), "takes layer_types, which say of which layers"))):
+            (dict(use_sliding_window=True, sliding_window=8), "takes layer_types, which say of which layers"),
+            (dict(use_sliding_window=None, sliding_window=8), "sliding_window: got 8, takes layer_types"))):
         with pytest.raises(CheckpointError, match=message):
             load_drafter(written(tmp_path / str(i), SPECFORGE | more, held))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decodax.io.pickled import read_pickled
+from decodax.io.drafters.pickled import read_pickled
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool]

@@ -115,8 +115,8 @@ def _layers(config: Json, vocab: int) -> DecoderConfig:
         raise CheckpointError(f"layer_types: got {list(kinds)}, takes sliding_window, the number of tokens that layers "
                               "with 'sliding_attention' see")
     # As in vLLM and in P-EAGLE's training, a draft's window ends at its own position.
-    slides = lambda i: i < len(kinds) and kinds[i] == "sliding_attention"
-    layers = tuple(dataclasses.replace(layer, sliding=int(window) if slides(i) else None)
+    slides = lambda i: window is not None and i < len(kinds) and kinds[i] == "sliding_attention"
+    layers = tuple(dataclasses.replace(layer, sliding=window if slides(i) else None)
                    for i, layer in enumerate(made.layers))
     # Drafts may lie beyond the number of positions that files state; angles are computed for any.
     return dataclasses.replace(made, context=max(made.context, 1), layers=layers)
@@ -137,9 +137,12 @@ def _check_entries(tensors: Tensors, whole: Json) -> bool:
     for key, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         if tensors.config.get(key) and tensor not in tensors:
             raise CheckpointError(f"{tensors.name}: {key}: got {tensors.config[key]}, and lacks tensor {tensor}")
-    if whole.get("use_sliding_window") and not whole.get("layer_types"):
-        raise CheckpointError(f"{tensors.name}: use_sliding_window: got True, takes layer_types, which say of which "
-                              "layers")
+    window, slides = whole.get("sliding_window"), whole.get("use_sliding_window")
+    # Without layer_types, layers of speculators see everything whatever the other entries are.
+    if not whole.get("layer_types") and "speculators_model_type" not in tensors.config and (
+            slides or (window is not None and slides is not False)):
+        raise CheckpointError(f"{tensors.name}: sliding_window: got {window}, takes layer_types, which say of which "
+                              "layers, or null")
     return "next_layer_regular" in nested
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from decodax.io.drafters.pickled import read_pickled
 from decodax.io.drafters.tensors import Tensors
 from decodax.io.files import CheckpointError, read_json
-from decodax.io.pickled import read_pickled
 from decodax.models.names import flatten
 from decodax.models.weight_source import WeightSource
 
