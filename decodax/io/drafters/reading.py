@@ -33,7 +33,7 @@ def tensors_in(path: Path) -> Tensors:
             found |= load_file(file) if files else read_pickled(file)
         except Exception as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from None
-    return Tensors(found, config)
+    return Tensors(found, config, str(path))
 
 
 def placed(tensors: Tensors, head: Any, names: Mapping[str, str], dtype: Any) -> dict[str, Any]:

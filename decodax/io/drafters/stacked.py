@@ -29,7 +29,7 @@ def medusa_tensors(path: Path, names: Sequence[str]) -> Tensors:
     has; `names` is the result of `medusa_in`."""
     files = Files(path)
     return Tensors({name.removeprefix(MEDUSA): files.slice(name)[...] for name in names},
-                   read_json(path / "config.json"))
+                   read_json(path / "config.json"), f"{path}: {MEDUSA}*")
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:

@@ -24,6 +24,7 @@ class Tensors:
     Args:
         source: where they are.
         config: the `config.json`; None: that of the directory.
+        name: names the source in errors; None: the directory, or "tensors".
 
     Attributes:
         name: names the source in errors.
@@ -31,16 +32,16 @@ class Tensors:
         used: the tensors that have been read or passed over.
     """
 
-    def __init__(self, source: Source, config: Mapping[str, Any] | None = None):
+    def __init__(self, source: Source, config: Mapping[str, Any] | None = None, name: str | None = None):
         self._files: Files | None = None
         if isinstance(source, Mapping):
             if config is None:
                 raise ValueError("config: got None with tensors, takes the entries of their config.json")
-            self.name, self._held = "tensors", {key: np.asarray(x) for key, x in source.items()}
+            self.name, self._held = name or "tensors", {key: np.asarray(x) for key, x in source.items()}
         else:
             root = Path(source)
             config = read_json(root / "config.json") if config is None else config
-            self._files, self.name, self._held = Files(root), str(root), {}
+            self._files, self.name, self._held = Files(root), name or str(root), {}
         self.config = dict(config)
         self.used: set[str] = set()
         self._names = {self._short(name): name for name in (self._held if self._files is None else self._files.home)}
