@@ -96,3 +96,17 @@ FURTHER = {**dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe
            **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE), "mimo_v2_flash": MIMO_V2, "hy_v3": HY3,
            "nemotron_h": NEMOTRON}
 """By `model_type`. Of other families further layers are not read."""
+
+SPECULATORS = FurtherLayers("mtp_layers.{index}.", False, {
+    "embed_norm.scale": "{layer}token_layernorm.weight", "state_norm.scale": "{layer}hidden_layernorm.weight",
+    "fc.kernel": "{layer}input_proj.weight", "norm.scale": "{layer}final_layernorm.weight",
+    "embed": "embed_tokens.weight", "lm_head.kernel": "lm_head.weight"})
+"""A layer in a directory of its own, as speculators 0.9.0 saves the one of a model after tuning it (FastMTP). The
+tables are the target's unless the files have them, which those of speculators do not. That code reads the states that
+it is given; here they are those after the target's final norm, as they are where the layer has been put back."""
+
+TUNED = "qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+"""The `model_type` of the layers that speculators tunes."""
+
+MEDUSA = "medusa_head."
+"""The beginning of the names of Medusa's heads in the files of a model that was trained with them (Medusa-2)."""

@@ -97,9 +97,12 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
                        help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
                             "greedy; sampled: the same, sampled (default: all)")
     asked.add_argument("--questions", metavar="FILE",
-                       help="instead: questions of Spec-Bench's form, as its question.jsonl; a task for each category")
-    p.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the task sampled (default: 0.8)")
-    p.add_argument("--top-p", type=float, default=0.95, metavar="P", help="of the task sampled (default: 0.95)")
+                       help="instead: questions of Spec-Bench's or SPEED-Bench's form, as question.jsonl; a task for "
+                            "each category")
+    p.add_argument("--temperature", type=float, metavar="T",
+                   help="of the task sampled (default: 0.8) and of questions (default: 0, greedy)")
+    p.add_argument("--top-p", type=float, metavar="P",
+                   help="of the task sampled (default: 0.95) and of questions (default: all tokens)")
     p.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="N", help="batch sizes (default: 1 8)")
     p.add_argument("--prompts", type=int, default=8, metavar="N",
                    help="prompts for each batch size, in whole batches (default: 8)")

@@ -103,6 +103,8 @@ def compare(args: argparse.Namespace) -> None:
             raise UsageError("--plot takes matplotlib; install decodax[train]")
     if args.draft_weights and args.draft == [DRAFT]:
         raise UsageError("--draft-weights takes --draft with trained drafters")
+    if args.questions and args.top_p is not None and not args.temperature:
+        raise UsageError("--top-p takes --temperature with --questions, which are greedy without it")
     if args.at and not args.on:
         raise UsageError("--at takes --on, the slice to predict for")
     for path in (args.plot, args.json):
@@ -120,7 +122,8 @@ def compare(args: argparse.Namespace) -> None:
 
     with naming_the_argument():
         models, trained = parted(args.draft)
-        tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
+        sampling = {name: x for name in ("temperature", "top_p") if (x := getattr(args, name)) is not None}
+        tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions, **sampling)]
     lm = dx.load(args.model, weights=weight_format(args.weights))
     with naming_the_argument():
         drafters: dict[str, Any] = {}
@@ -140,7 +143,7 @@ def compare(args: argparse.Namespace) -> None:
             runs = bar.add_task("", total=None)
             report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
             names = TASKS if "all" in args.task else tuple(dict.fromkeys(args.task))
-            tasks = tasks or [sampled(args.temperature, args.top_p) if name == "sampled" else name for name in names]
+            tasks = tasks or [sampled(**sampling) if name == "sampled" else name for name in names]
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
                         draft=drafts_named(chosen, draft, drafters),

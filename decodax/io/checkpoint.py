@@ -33,7 +33,7 @@ from decodax.models.families import WITH_IMAGES, family_of, read_config, text_pa
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.further import FURTHER
+from decodax.models.further import FURTHER, MEDUSA
 from decodax.models.names import (
     IGNORED,
     IMAGES,
@@ -126,6 +126,10 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}{use}", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
+    if medusa := [tensor for tensor in files.home if tensor.startswith(MEDUSA)]:
+        warnings.warn(f"{files.name}: skips {len(medusa)} tensors of Medusa's heads, such as {min(medusa)}; the "
+                      "algorithm 'medusa' drafts with them", stacklevel=outside())
+        ignored.append(re.compile(f"^{re.escape(MEDUSA)}"))
     coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)

@@ -89,6 +89,22 @@ def test_its_published_layout_is_read(tmp_path):
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("case", [PUBLIC, PUBLIC["sliding"]], ids=["full", "sliding windows"])
+def test_a_file_of_speculators_is_read_without_options(case, tmp_path):
+    """Its layers are named by their inputs, as those of its EAGLE-3. The logits are those of its code."""
+    (tmp_path / "config.json").write_text(json.dumps(case["config"]))
+    save_file(given.tensors(case["shapes"]), tmp_path / "model.safetensors")
+    drafter = load_drafter(tmp_path)
+    assert drafter.system == "p-eagle" and drafter.head.taps == (0, 2)
+    assert drafter.head.mask == 23 and drafter.head.drafts == 3
+    assert [layer.sliding for layer in drafter.head.config.layers] == [4 if case is not PUBLIC else None] * 2
+    features, tokens = given.inputs(PUBLIC["positions"], PUBLIC["features"], 24)
+    for last, wanted in zip(PUBLIC["anchors"], case["logits"], strict=True):
+        got = in_one_pass(drafter.head, drafter.params, jnp.asarray(features), jnp.asarray(tokens), last)
+        np.testing.assert_allclose(got, np.asarray(wanted, np.float32), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
 def test_with_seed_exact_the_output_is_plain_decodings():
     alg = algorithms.make("p-eagle", lm("llama"), TrainedDrafter("p-eagle", HEAD, weighted(HEAD)))
     s = decode(alg.bare(), "llama", prompts(5), MIXED, eos=[1], draft=alg.weights)

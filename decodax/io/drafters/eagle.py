@@ -27,11 +27,19 @@ FeedsBack = Literal["before norm", "after norm"]
 
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
          "rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "attention_bias", "mlp_bias",
-         "max_position_embeddings", "num_hidden_layers")
+         "max_position_embeddings", "num_hidden_layers", "partial_rotary_factor")
 """The entries of a configuration that describe a head's layers."""
 
-NVIDIA = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
-"""Entries of `eagle_config` that NVIDIA's exporter writes; it names layers by their outputs."""
+NVIDIA = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+          "next_layer_regular": True, "use_mtp_layernorm": False, "parallel_draft_step": 1}
+"""Entries of `eagle_config` that NVIDIA's exporter writes, and SpecForge some of them, with the values of a head of
+EAGLE-3 alone. Both name layers by their outputs."""
+
+UNUSED = ("eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers")
+"""Entries of `eagle_config` that are read apart, or matter to heads that are refused."""
+
+SPECULATORS = ("eagle3", "peagle")
+"""The `speculators_model_type` of heads of EAGLE-3 and P-EAGLE, whose files name layers by their inputs."""
 
 
 def read_eagle(tensors: Tensors, dtype: Any) -> tuple[RecurrentHead, Any]:
@@ -58,6 +66,7 @@ def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_id
     """
     config = tensors.config
     whole = {**config, **config.get("transformer_layer_config", {})}
+    exporter = _check_entries(tensors, whole)
     mid = "midlayer." if any(name.startswith("midlayer.") for name in tensors.names) else "layers.0."
     vocab, known = int(tensors["lm_head.weight"].shape[0]), int(whole["vocab_size"])
     layers = _layers(whole, vocab)
@@ -80,7 +89,7 @@ def read_eagle3(tensors: Tensors, dtype: Any, depth: int | None = None, layer_id
              "mask_feature": "mask_hidden", **layer_names("layers.", len(layers.layers))}
     if mid == "midlayer.":
         names = {where: name.replace("layers.0.", mid) for where, name in names.items()}
-    ids = tensors.vocabulary(vocab, known)
+    ids = tensors.vocabulary(vocab, known, differences=exporter)
     return head, placed(tensors, head, names, dtype), ids
 
 
@@ -101,8 +110,40 @@ def _layers(config: Json, vocab: int) -> DecoderConfig:
     family = kind if kind in ("llama", "qwen2", "qwen3", "mistral") else "llama"
     made = read_config({**entries, "model_type": family, "vocab_size": vocab, "tie_word_embeddings": False,
                         "num_hidden_layers": entries.get("num_hidden_layers", 1)})
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ()
+    if "sliding_attention" in kinds and window is None:
+        raise CheckpointError(f"layer_types: got {list(kinds)}, takes sliding_window, the number of tokens that layers "
+                              "with 'sliding_attention' see")
+    # As in vLLM and in P-EAGLE's training, a draft's window ends at its own position.
+    slides = lambda i: window is not None and i < len(kinds) and kinds[i] == "sliding_attention"
+    layers = tuple(dataclasses.replace(layer, sliding=window if slides(i) else None)
+                   for i, layer in enumerate(made.layers))
     # Drafts may lie beyond the number of positions that files state; angles are computed for any.
-    return dataclasses.replace(made, context=max(made.context, 1))
+    return dataclasses.replace(made, context=max(made.context, 1), layers=layers)
+
+
+def _check_entries(tensors: Tensors, whole: Json) -> bool:
+    """Checks that the entries of a file of EAGLE-3 are those of a head that is read. Returns True if NVIDIA's exporter
+    has written it, which stores the draft vocabulary in the order of its frequency, as differences.
+
+    Raises:
+        CheckpointError: an entry is another one, or a norm that one names is missing.
+    """
+    nested = tensors.config.get("eagle_config") or {}
+    for key, value in nested.items():
+        if key not in UNUSED and value is not None and (key not in NVIDIA or value != NVIDIA[key]):
+            takes = NVIDIA.get(key, "no such entry")
+            raise CheckpointError(f"{tensors.name}: eagle_config: {key}: got {value!r}, a head of EAGLE-3 has {takes}")
+    for key, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        if tensors.config.get(key) and tensor not in tensors:
+            raise CheckpointError(f"{tensors.name}: {key}: got {tensors.config[key]}, and lacks tensor {tensor}")
+    window, slides = whole.get("sliding_window"), whole.get("use_sliding_window")
+    # Without layer_types, layers of speculators see everything whatever the other entries are.
+    if not whole.get("layer_types") and "speculators_model_type" not in tensors.config and (
+            slides or (window is not None and slides is not False)):
+        raise CheckpointError(f"{tensors.name}: sliding_window: got {window}, takes layer_types, which say of which "
+                              "layers, or null")
+    return "next_layer_regular" in nested
 
 
 def layer_names(stem: str, count: int) -> dict[str, str]:
@@ -138,7 +179,7 @@ def _taps(tensors: Tensors, depth: int | None, layer_ids: LayerIds | None) -> tu
             raise CheckpointError(f"{path}: names no layers of the target, and the default ones of a target of "
                                   f"{depth} layers are {default}, which collide")
         return default
-    known: LayerIds | None = "inputs" if config.get("speculators_model_type") == "eagle3" else (
+    known: LayerIds | None = "inputs" if config.get("speculators_model_type") in SPECULATORS else (
         "outputs" if any(key in nested for key in NVIDIA) else None)
     way = layer_ids or known
     if way is None:

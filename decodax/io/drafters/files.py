@@ -24,6 +24,7 @@ from decodax.io.drafters.eagle import FeedsBack, LayerIds
 from decodax.io.drafters.further import further_in
 from decodax.io.drafters.gguf import further_blocks, read_further_blocks
 from decodax.io.drafters.published import Conventions, read_published
+from decodax.io.drafters.stacked import medusa_in
 from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.io.kinds import DRAFTER, ZOO, is_gguf, shipped_path
 from decodax.models.blocks.options import Layer, QueryScale
@@ -119,13 +120,17 @@ def shipped_drafter(system: str, target: str) -> Path | None:
     return path if path.parent == ZOO and (path / "config.json").is_file() else None
 
 
-def own_drafter(target: Any) -> Path | None:
-    """Returns the directory or the GGUF file of a target, a result of `decodax.load`, if it holds layers for
-    multi-token prediction that can be read, or None."""
-    if target.directory is not None and (target.directory / "config.json").is_file():
-        config = read_json(target.directory / "config.json")
-        return target.directory if family_of(config) in FURTHER and further_in(target.directory, config) else None
-    return target.file if target.file is not None and further_blocks(target.file) else None
+def own_drafter(target: Any, *systems: str) -> Path | None:
+    """Returns the directory or the GGUF file of a target, a result of `decodax.load`, if it holds a drafter for one of
+    the methods `systems` that can be read, or None: layers for multi-token prediction ("mtp"), or Medusa's heads in a
+    directory ("medusa")."""
+    path = target.directory
+    if path is not None and (path / "config.json").is_file():
+        config = read_json(path / "config.json")
+        found = ("mtp" in systems and family_of(config) in FURTHER and further_in(path, config)) or (
+            "medusa" in systems and medusa_in(path))
+        return path if found else None
+    return target.file if "mtp" in systems and target.file is not None and further_blocks(target.file) else None
 
 
 def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
@@ -136,7 +141,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
     DSpark, Domino, DFlash2, JetSpec and XPress; the assistants of Gemma 4 and Muse Glimmer), or the layers for
     multi-token prediction inside a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5,
-    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5), which `decodax.load` skips.
+    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5) or by themselves (speculators), or Medusa's heads inside a target's
+    directory (Medusa-2). What is inside a target `decodax.load` skips.
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers

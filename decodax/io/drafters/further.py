@@ -26,7 +26,7 @@ from decodax.models.config import DecoderConfig
 from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import FAMILIES, family_of, read_config, text_part
-from decodax.models.further import FURTHER, FurtherLayers
+from decodax.models.further import FURTHER, SPECULATORS, TUNED, FurtherLayers
 from decodax.models.names import (
     as_stored,
     embeddings,
@@ -128,6 +128,41 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     unused = {rule.unused.format(layer=each.first) for each in places}
     return head, _loaded(files, read_scheme(path, dict(config)), where, head.abstract_params(),
                          files.home.keys() - set(found) | copies | later | unused, jnp.dtype(dtype).name)
+
+
+def read_tuned(path: Path, config: Mapping[str, Any], dtype: Any) -> tuple[RecurrentHead, Any]:
+    """Returns a layer for multi-token prediction in a directory of its own (speculators' `mtp`) as a head, and its
+    weights.
+
+    Args:
+        path: the directory.
+        config: its `config.json`.
+        dtype: dtype of the weights.
+
+    Raises:
+        CheckpointError: it has another number of layers or is of another family, or a tensor is missing, has another
+            shape, or is not known.
+    """
+    inside = dict(config.get("transformer_layer_config") or {})
+    if (count := config.get("num_nextn_predict_layers", 1)) != 1:
+        raise CheckpointError(f"{path}: num_nextn_predict_layers: got {count}, takes 1")
+    if (family := family_of(inside)) not in TUNED:
+        raise CheckpointError(f"{path}: transformer_layer_config: model_type: got {family!r}, supported are "
+                              f"{', '.join(TUNED)}")
+    try:
+        decoder = read_config(inside)
+    except ValueError as e:
+        raise CheckpointError(f"{path / 'config.json'}: transformer_layer_config: {e}") from None
+    rule, files = SPECULATORS, _files(path, family)
+    prefix = rule.block.format(index=0)
+    place = Place(prefix, prefix, {part: name.format(layer=prefix) for part, name in rule.around.items()})
+    kind = kind_of(decoder, rule, any(name.startswith(f"{prefix}mlp.experts.") for name in files.home))
+    head = RecurrentHead((), decoder.vocab, fuse="norms",
+                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
+                         own_table=place.around["embed"] in files.home,
+                         own_head=place.around["lm_head.kernel"] in files.home)
+    return head, _loaded(files, read_scheme(path, dict(config)), _sources(head, family, rule, place, files),
+                         head.abstract_params(), {"verifier_lm_head.weight"}, jnp.dtype(dtype).name)
 
 
 def kind_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool) -> Layer:

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from decodax.io.drafters import dflash
 from decodax.io.drafters.assistant import is_assistant, read_assistant
 from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
-from decodax.io.drafters.further import check_further, further_in, read_further
+from decodax.io.drafters.further import check_further, further_in, read_further, read_tuned
 from decodax.io.drafters.glimmer import is_glimmer, read_glimmer
 from decodax.io.drafters.reading import tensors_in
-from decodax.io.drafters.stacked import read_hydra, read_medusa, read_mlp_speculator
+from decodax.io.drafters.stacked import medusa_in, medusa_tensors, read_hydra, read_medusa, read_mlp_speculator
 from decodax.io.files import CheckpointError, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.parallel import ParallelHead
+
+PARD = "pard_token"
+"""The entry of a `config.json` with which a language model was tuned to draft (PARD, PARD-2)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +54,16 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
     if is_assistant(whole):
         assistant, weights, order = read_assistant(tensors_in(path), dtype)
         return "mtp", assistant, weights, None if order is None else jnp.asarray(order, jnp.int32)
+    if whole.get("speculators_model_type") == "mtp":
+        return "mtp", *read_tuned(path, whole, dtype), None
     if (found := further_in(path, whole)):
         return "mtp", *read_further(path, whole, found, dtype), None
+    if (heads := medusa_in(path)):
+        return "medusa", *read_medusa(medusa_tensors(path, heads), dtype), None
     check_further(path, whole)
+    if PARD in whole:
+        raise CheckpointError(f"{path}: is a draft model of PARD, a language model of its own; takes "
+                              f"draft=decodax.load({str(path)!r})")
     tensors = tensors_in(path)
     config, kinds = tensors.config, " ".join(tensors.config.get("architectures") or ())
     if "medusa_num_heads" in config:
@@ -79,4 +89,5 @@ def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, 
     raise CheckpointError(f"{path}: is no drafter in a known layout (architectures {config.get('architectures')}, "
                           f"model_type {config.get('model_type')!r}); known are Medusa, Hydra, the MLP speculator, "
                           "EAGLE-1 to 3, P-EAGLE, block heads (DFlash and its successors), the assistants of Gemma 4 "
-                          "and Muse Glimmer, and this library's own")
+                          "and Muse Glimmer, layers for multi-token prediction, and this library's own; a draft model "
+                          "is loaded by decodax.load")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from decodax.io.drafters.pickled import read_pickled
 from decodax.io.drafters.tensors import Tensors
 from decodax.io.files import CheckpointError, read_json
 from decodax.models.names import flatten
@@ -16,8 +17,8 @@ from decodax.models.weight_source import WeightSource
 
 
 def tensors_in(path: Path) -> Tensors:
-    """Returns the tensors in the `.safetensors` files of a directory; if it has none, in its `.bin` and `.pt` files,
-    which takes PyTorch, and from which tensors alone are read, never other objects.
+    """Returns the tensors in the `.safetensors` files of a directory; if it has none, in its `.bin` and `.pt` files
+    (`read_pickled`).
 
     Raises:
         CheckpointError: there are no such files, or one cannot be read.
@@ -32,21 +33,7 @@ def tensors_in(path: Path) -> Tensors:
             found |= load_file(file) if files else read_pickled(file)
         except Exception as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from None
-    return Tensors(found, config)
-
-
-def read_pickled(file: Path) -> dict[str, np.ndarray]:
-    """Returns the tensors in a file of PyTorch, and nothing else of it.
-
-    Raises:
-        ValueError: PyTorch is not installed.
-    """
-    try:
-        import torch
-    except ImportError:
-        raise ValueError("takes PyTorch; without it, takes a .safetensors file") from None
-    held = torch.load(file, map_location="cpu", weights_only=True)
-    return {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in held.items()}
+    return Tensors(found, config, str(path))
 
 
 def placed(tensors: Tensors, head: Any, names: Mapping[str, str], dtype: Any) -> dict[str, Any]:

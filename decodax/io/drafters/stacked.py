@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from decodax.io.drafters.eagle import layer_names
 from decodax.io.drafters.reading import placed, same
 from decodax.io.drafters.tensors import Tensors
-from decodax.io.files import CheckpointError
+from decodax.io.files import INDEX, ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.prefixed import plain_layers
 from decodax.models.drafters.stack import MedusaHead, MLPSpeculatorHead
+from decodax.models.further import MEDUSA
+
+
+def medusa_in(path: Path) -> list[str]:
+    """Returns the names of the tensors of Medusa's heads in a model's directory; empty if it holds none."""
+    held = any((path / name).is_file() for name in (ONE, INDEX))
+    return [name for name in Files(path).home if name.startswith(MEDUSA)] if held else []
+
+
+def medusa_tensors(path: Path, names: Sequence[str]) -> Tensors:
+    """Returns the tensors of Medusa's heads in a model's directory under the names that a directory of heads alone
+    has; `names` is the result of `medusa_in`."""
+    files = Files(path)
+    return Tensors({name.removeprefix(MEDUSA): files.slice(name)[...] for name in names},
+                   read_json(path / "config.json"), f"{path}: {MEDUSA}*")
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:

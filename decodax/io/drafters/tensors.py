@@ -24,6 +24,7 @@ class Tensors:
     Args:
         source: where they are.
         config: the `config.json`; None: that of the directory.
+        name: names the source in errors; None: the directory, or "tensors".
 
     Attributes:
         name: names the source in errors.
@@ -31,16 +32,16 @@ class Tensors:
         used: the tensors that have been read or passed over.
     """
 
-    def __init__(self, source: Source, config: Mapping[str, Any] | None = None):
+    def __init__(self, source: Source, config: Mapping[str, Any] | None = None, name: str | None = None):
         self._files: Files | None = None
         if isinstance(source, Mapping):
             if config is None:
                 raise ValueError("config: got None with tensors, takes the entries of their config.json")
-            self.name, self._held = "tensors", {key: np.asarray(x) for key, x in source.items()}
+            self.name, self._held = name or "tensors", {key: np.asarray(x) for key, x in source.items()}
         else:
             root = Path(source)
             config = read_json(root / "config.json") if config is None else config
-            self._files, self.name, self._held = Files(root), str(root), {}
+            self._files, self.name, self._held = Files(root), name or str(root), {}
         self.config = dict(config)
         self.used: set[str] = set()
         self._names = {self._short(name): name for name in (self._held if self._files is None else self._files.home)}
@@ -95,19 +96,31 @@ class Tensors:
             raise CheckpointError(f"{self.name}: holds {named_tensors(further)}, which the network does not have")
         return nested(leaves)
 
-    def vocabulary(self, size: int, target: int) -> np.ndarray | None:
+    def vocabulary(self, size: int, target: int, differences: bool = False) -> np.ndarray | None:
         """Returns the target's token for each of `size` logits, `i32[size]`, from `d2t` and `t2d`; None: they are the
         target's `target` tokens.
 
         `d2t` has the differences to the logits' own indices, and `t2d` is True for the tokens that there are.
 
+        Args:
+            size: number of logits.
+            target: number of tokens of the target.
+            differences: True if the producer is known to store differences, which then need no `t2d` and may be in any
+                order.
+
         Raises:
-            CheckpointError: the two do not agree, or one is missing.
+            CheckpointError: the two do not agree, one is missing, or `d2t` names a token twice or one that there is
+                not.
         """
         held = [name for name in ("d2t", "t2d") if name in self]
         if size == target and all(not np.any(self["d2t"]) if name == "d2t" else True for name in held):
             self.skip(*held)
             return None
+        if held == ["d2t"] and differences:
+            ids = np.arange(size) + np.asarray(self["d2t"], np.int64)
+            if len(set(ids.tolist())) < size or ids.min() < 0 or ids.max() >= target:
+                raise CheckpointError(f"{self.name}: d2t does not name {size} different tokens of {target}")
+            return ids.astype(np.int32)
         if len(held) < 2:
             raise CheckpointError(f"{self.name}: has {size} logits for {target} tokens, and lacks tensor "
                                   f"{'t2d' if held == ['d2t'] else 'd2t'}, without which their order is not known")

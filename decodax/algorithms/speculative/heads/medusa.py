@@ -27,7 +27,8 @@ def medusa(lm: Any, draft: Any = None, shape: Shape | None = None, verify: Verif
 
     Args:
         lm: the target.
-        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
+        draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, else the heads
+            in the target's own directory (Medusa-2).
         shape: shape of the draft tree; None: the authors' 63 nodes in 4 levels, or a chain for a drafter with fewer
             heads.
         verify: the rule that accepts drafts; None: seed-exact. The paper's is `dx.verify.TypicalAcceptance()`.

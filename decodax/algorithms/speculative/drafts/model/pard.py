@@ -30,7 +30,7 @@ from decodax.core.cache import Cache
 from decodax.core.capabilities import check_draft_cache
 from decodax.core.loaded import Loaded
 from decodax.core.state import State
-from decodax.core.types import Decision, Out, Params, logits_of
+from decodax.core.types import Decision, Model, Out, Params, logits_of
 from decodax.core.window import Window, causal
 from decodax.io.files import read_json
 
@@ -127,8 +127,10 @@ def mask_of(draft: Any, mask: int | None, entry: str) -> int:
     """Returns the id of a draft model's mask token: `mask`, or that of an entry of its `config.json`.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither is given, or the draft model is none.
     """
+    if not isinstance(draft, (Loaded, Model)):
+        raise ValueError(f"draft: got a {type(draft).__name__}, takes a language model, from decodax.load")
     if mask is None:
         mask = config_of(draft).get(entry)
         if mask is None:

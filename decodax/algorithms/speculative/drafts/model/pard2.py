@@ -33,7 +33,7 @@ from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, embeddings
 from decodax.core.window import Window, causal, take
-from decodax.io.drafters.reading import read_pickled
+from decodax.io.drafters.pickled import read_pickled
 
 
 @struct
