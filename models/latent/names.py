@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from decodax.models.recurrent.names import STACKED
+
 PARTS = ("gate", "up", "down")
 OWN = {"gate": "w1", "up": "w3", "down": "w2"}
 MLA: dict[str, Any] = {
@@ -40,7 +42,41 @@ LARGE: dict[str, Any] = {
               for part in ("", "indexer.") for leaf in ("scale", "bias")}}
 """Fields that have other values in the files of Mistral Large 4 that Mistral AI released."""
 
+GATED = {**MLA["layer"], "attn.gate": "self_attn.linear_gate"}
+GATES = {**GATED, **{f"mlp.{ours}gate": f"mlp.{theirs}linear_gate" for ours, theirs in (
+    ("", ""), ("shared.", "shared_experts."))}}
+
+
+def _streams(halves: tuple[str, str], part: str, sinks: str) -> dict[str, str]:
+    """Returns the names inside a layer of the sinks, and of the weights of the hyper-connections of both `halves`."""
+    return {"attn.sinks": f"self_attn.{sinks}", **{
+        f"{ours}.{leaf}": f"{theirs}.{part}{leaf}"
+        for ours, theirs in zip(("attn_hc", "mlp_hc"), halves, strict=True) for leaf in ("fn", "base", "scale")}}
+
+
+def _ends(prefix: str) -> dict[str, str]:
+    """Returns the names of the weights that make one vector out of the streams, which have a common `prefix`."""
+    return {f"streams.{leaf}": f"{prefix}{leaf}" for leaf in ("fn", "base", "scale")}
+
+
+RELEASED = "hc_attn_layer", "hc_mlp_layer"
+HY4: dict[str, Any] = {
+    **MLA, "layer": {**MLA["layer"], "attn.gate": "self_attn.gate_proj"}, "stacked": STACKED,
+    "extra": _streams(("attn_hc", "ffn_hc"), "", "sinks"), "outside": _ends("hc_head.hc_"),
+    # transformers loads several layouts of released files. The one that it saves has other prefixes, and puts the name
+    # of attention's gates into the MLPs, too.
+    "variants": (
+        (".self_attn.linear_gate.weight", {"layer": GATED}),
+        *((f".{part}.linear_gate.weight", {"layer": GATES}) for part in ("mlp", "shared_experts")),
+        *((f".{start}hc_attn_layer.{inner}hc_fn", {"extra": _streams(
+            tuple(f"{start}{half}" for half in RELEASED), f"{inner}hc_", "learnable_sink_param")})
+          for start, inner in (("", ""), ("", "hc_pre."), ("hc_pre.", ""))),
+        *((f".{start}hc_head.{inner}hc_head_fn", {"outside": _ends(f"{start}hc_head.{inner}hc_head_")})
+          for start, inner in (("", ""), ("", "hc_pre."), ("hc_pre.", ""))))}
+"""Tensor names of Hunyuan Hy4."""
+
 NAMES: dict[str, dict[str, Any]] = {
+    "hy_v4": HY4, "hy_v4_vl_text": HY4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
                     MLA),
     "mistral4": MISTRAL,
