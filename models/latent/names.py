@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from decodax.models.recurrent.names import STACKED
-
 PARTS = ("gate", "up", "down")
 OWN = {"gate": "w1", "up": "w3", "down": "w2"}
 MLA: dict[str, Any] = {
@@ -61,7 +59,7 @@ def _ends(prefix: str) -> dict[str, str]:
 
 RELEASED = "hc_attn_layer", "hc_mlp_layer"
 HY4: dict[str, Any] = {
-    **MLA, "layer": {**MLA["layer"], "attn.gate": "self_attn.gate_proj"}, "stacked": STACKED,
+    **MISTRAL, "layer": {**MLA["layer"], "attn.gate": "self_attn.gate_proj"},
     "extra": _streams(("attn_hc", "ffn_hc"), "", "sinks"), "outside": _ends("hc_head.hc_"),
     # transformers loads several layouts of released files. The one that it saves has other prefixes, and puts the name
     # of attention's gates into the MLPs, too.
