@@ -18,8 +18,8 @@ IMAGE, NEW = 96, 6
 MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "hy4-vl")
 PIXTRAL = ("mistral3", "mistral-large4")
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
-"""Sizes of each prompt's images, in patches, four of which make a token. In Hy4 a row ends with a further one. Images of
-other models have 4 tokens."""
+"""Sizes of each prompt's images, in patches, four of which make a token; in Hy4 each row has one more. Images of other
+models have 4 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,8 @@ def case(name: str) -> Case:
         if row and name in MROPE:
             patches = sum(t * h * w for t, h, w in row)
             vision = reference.config.vision_config
-            given |= {"pixel_values": torch.tensor(r.normal(size=(patches, 3 * frames * vision.patch_size ** 2))).float(),
+            size = patches, 3 * frames * vision.patch_size ** 2
+            given |= {"pixel_values": torch.tensor(r.normal(size=size)).float(),
                       "image_grid_thw": torch.tensor(row), "mm_token_type_ids": kinds}
             with torch.no_grad():
                 found = reference.model.get_image_features(given["pixel_values"], given["image_grid_thw"],
