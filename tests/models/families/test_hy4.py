@@ -43,6 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.wide(but=("prefixes inside",))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_that_transformers_loads_are_the_same(layout: str, home: Path, tmp_path: Path) -> None:
     def renamed(name: str) -> str:
@@ -116,6 +117,7 @@ def test_rows_and_frames_of_images_have_the_positions_of_transformers() -> None:
         _places(9, 16, [np.arange(6)], grids[:1], _Sight(96, (0, 1, 2, 0), 2, 0, False, True), 0)
 
 
+@pytest.mark.wide
 def test_sinks_and_gates_of_channels_take_latents_without_an_indexer() -> None:
     """In prompts, which are expanded, in windows, which are not, and without a cache."""
     found = read_config({**CONFIG, "vocab_size": 61})
