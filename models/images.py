@@ -240,9 +240,9 @@ def _places(length: int, total: int, parts: Sequence[np.ndarray], grids: Sequenc
         time, height, width = (int(n) for n in grid)
         size = (time, height // merge, width // merge + sight.lines)
         if math.prod(size) != len(part) or height % merge or width % merge:
-            more = "each token but the last of a row" if sight.lines else "each token"
+            which = "each token but the last of a row" if sight.lines else "each token"
             raise ValueError(f"grids: got {(time, height, width)} patches for an image of {len(part)} tokens in prompt "
-                             f"{row}, takes {merge ** 2} for {more}, with sides that are multiples of {merge}")
+                             f"{row}, takes {merge ** 2} for {which}, with sides that are multiples of {merge}")
         if part[-1] - part[0] + 1 != len(part):
             raise ValueError(f"prompts: the tokens of an image in prompt {row} are not adjacent")
         text = int(part[0]) - done
