@@ -101,7 +101,8 @@ def _hunyuan(c: Json, eps: float, interleaved: bool) -> DecoderConfig:
     layers = tuple(dataclasses.replace(layer, sinks=True, output_gate=OutputGate("channels"),
                                        latent=layer.latent and dataclasses.replace(layer.latent, eps=eps))
                    for layer in found.layers)
-    streams = HyperConnections(c["hc_mult"], None, float(c["hc_eps"]), c["rms_norm_eps"], float(c["hc_magnitude"]))
+    streams = HyperConnections(c["hc_mult"], None, float(c["hc_eps"]), c["rms_norm_eps"],
+                               magnitude=float(c["hc_magnitude"]))
     return dataclasses.replace(found, layers=layers, streams=streams)
 
 
