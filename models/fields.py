@@ -90,7 +90,7 @@ _KEYS: dict[Kind, str] = {
             "compress_rates",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
-            "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier",
+            "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier hc_magnitude",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "

@@ -7,7 +7,8 @@ from a prompt of plain tokens:
 
 - With M-RoPE ("Qwen2-VL", Wang et al., 2024) a position has three numbers: time, height and width. Each frequency of
   the rotary embedding belongs to one of them. Those of an image are its rows and columns; text has three equal numbers,
-  and goes on after an image at the largest number so far plus one.
+  and goes on after an image at the largest number so far plus one. In Hunyuan Hy4 each row of an image ends with a
+  vector for the end of the line, which has a column of its own.
 - With DeepStack (Meng et al., 2024; Qwen3-VL) the encoder gives further vectors, which are added to the residual stream
   after each of the first layers.
 - In Gemma 3 the tokens of an image attend to one another in both directions.
@@ -16,6 +17,7 @@ from a prompt of plain tokens:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -34,7 +36,8 @@ from decodax.models.inputs import Embeddings
 from decodax.models.rope import Rope
 
 SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20),
-            "qwen3_vl_moe": (24, 20, 20), "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10)}
+            "qwen3_vl_moe": (24, 20, 20), "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10),
+            "hy_v4_vl": (12, 10, 10)}
 """Number of frequencies for time, height and width in the families with M-RoPE, if `mrope_section` is missing."""
 
 ADJACENT = ("qwen2_vl", "qwen2_5_vl")
@@ -137,7 +140,7 @@ class Images(Embeddings):
                 for part, x in zip(parts, deep, strict=True):
                     added[b, part] = x.swapaxes(0, 1)
             if grids is not None:
-                places[b], offset[b] = _places(len(ids), T, parts, grids[b], sight.merge, b)
+                places[b], offset[b] = _places(len(ids), T, parts, grids[b], sight, b)
         end = -(-end // STEP) * STEP if sight.both else 0
         made: Any = dict(values=values, given=which, added=added if sight.layers else None)
         if sight.axes is not None:
@@ -216,7 +219,7 @@ def _array(name: str, given: Any, shape: tuple[int | None, ...]) -> np.ndarray:
     return found
 
 
-def _places(length: int, total: int, parts: Sequence[np.ndarray], grids: Sequence[Any], merge: int, row: int
+def _places(length: int, total: int, parts: Sequence[np.ndarray], grids: Sequence[Any], sight: _Sight, row: int
             ) -> tuple[np.ndarray, int]:
     """Returns the positions of a prompt in time, height and width, `i32[total, 3]`, and what is added to the positions
     of the tokens after it.
@@ -226,25 +229,29 @@ def _places(length: int, total: int, parts: Sequence[np.ndarray], grids: Sequenc
         total: number of positions that are returned.
         parts: the indices of each image's tokens.
         grids: time, height and width of each image in patches.
-        merge: number of patches on a side that make one token.
+        sight: how the model sees images.
         row: number of the prompt, for errors.
     """
+    merge = sight.merge
     if len(grids) != len(parts):
         raise ValueError(f"grids: got {len(grids)} for the {len(parts)} images of prompt {row}")
     found, done, free = np.zeros((length, 3), np.int32), 0, 0
     for part, grid in zip(parts, grids, strict=True):
         time, height, width = (int(n) for n in grid)
-        size = (time, height // merge, width // merge)
-        if time * height * width != len(part) * merge ** 2 or height % merge or width % merge:
+        size = (time, height // merge, width // merge + sight.lines)
+        if math.prod(size) != len(part) or height % merge or width % merge:
+            which = "each token but the last of a row" if sight.lines else "each token"
             raise ValueError(f"grids: got {(time, height, width)} patches for an image of {len(part)} tokens in prompt "
-                             f"{row}, takes {merge ** 2} for each token, with sides that are multiples of {merge}")
+                             f"{row}, takes {merge ** 2} for {which}, with sides that are multiples of {merge}")
         if part[-1] - part[0] + 1 != len(part):
             raise ValueError(f"prompts: the tokens of an image in prompt {row} are not adjacent")
         text = int(part[0]) - done
         found[done:part[0]] = (free + np.arange(text))[:, None]
         free += text
-        found[part] = free + np.stack(np.meshgrid(*map(np.arange, size), indexing="ij"), -1).reshape(-1, 3)
-        free, done = free + max(size[1:]), int(part[-1]) + 1
+        cells, side = np.stack(np.meshgrid(*map(np.arange, size), indexing="ij"), -1).reshape(-1, 3), max(size[1:])
+        # With ends of lines each frame starts behind the one before it, in all three numbers.
+        found[part] = free + (cells * (0, 1, 1) + cells[:, :1] * side if sight.lines else cells)
+        free, done = free + side * (time if sight.lines else 1), int(part[-1]) + 1
     found[done:] = (free + np.arange(length - done))[:, None]
     offset = int(found.max(initial=-1)) + 1 - length
     more = np.arange(length, total, dtype=np.int32) + offset
@@ -261,6 +268,7 @@ class _Sight:
         merge: number of patches on a side that make one token.
         layers: number of layers after which vectors are added.
         both: True if the tokens of an image attend to one another.
+        lines: True if each row of an image ends with a token for the end of the line, which belongs to no patches.
     """
 
     token: int
@@ -268,6 +276,7 @@ class _Sight:
     merge: int
     layers: int
     both: bool
+    lines: bool
 
     @classmethod
     def of(cls, lm: Any, token: int | None) -> _Sight:
@@ -286,7 +295,8 @@ class _Sight:
             ropes = [layer.rope for layer in lm.model.config.layers if layer.rope is not None]
             axes = _axes(rope.get("mrope_section") or SECTIONS[kind], ropes[0], kind in ADJACENT)
         stacked = sight.get("deepstack_visual_indexes", [8, 16, 24]) if kind.startswith("qwen3_vl") else []
-        return cls(token, axes, sight.get("spatial_merge_size", 2), len(stacked), kind == "gemma3")
+        return cls(token, axes, sight.get("spatial_merge_size", 2), len(stacked), kind == "gemma3",
+                   kind == "hy_v4_vl")
 
 
 def _axes(sections: Sequence[int], rope: Rope, adjacent: bool) -> tuple[int, ...]:

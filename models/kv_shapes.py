@@ -22,7 +22,8 @@ def _latent(c: DecoderConfig, i: int) -> KVLayer:
     latent, rope = c.layers[i].latent, c.layers[i].rope
     assert latent is not None
     more = 0 if latent.indexer is None else latent.indexer.width * len(c.index_keys(i))
-    return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0, chooses=more > 0)
+    return KVLayer(1, latent.rank + latent.shared(rope) + more, 0, queries=c.heads, bias=more > 0,
+                   sinks=c.layers[i].sinks, chooses=more > 0)
 
 
 def _shared(c: DecoderConfig, i: int) -> KVLayer:

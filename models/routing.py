@@ -10,7 +10,7 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
 | ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
 | MiniMax M2 and M3, Hy3, LFM2, Laguna | sigmoid | yes | no | divided by their sum, scaled |
-| GLM-4.5, DeepSeek V3 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
+| GLM-4.5, DeepSeek V3, Hy4 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
 | GPT-OSS | logits | no | no | softmax of the chosen |
@@ -34,8 +34,8 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSwiGLU:
-    """The gated activation of GPT-OSS, MiniMax M3 and DeepSeek V4: `(up + shift) * gate * sigmoid(alpha * gate)`, with
-    both projections clipped.
+    """The gated activation of GPT-OSS, MiniMax M3, DeepSeek V4 and Hy4: `(up + shift) * gate * sigmoid(alpha * gate)`,
+    with both projections clipped.
 
     Attributes:
         alpha: factor of the gate inside the sigmoid.

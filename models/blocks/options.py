@@ -153,11 +153,10 @@ class Layer:
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
-                                    output_gate=None, reads=None if chosen else self.reads) != Layer()) or (
-                self.output_gate is not None and self.output_gate.each != "heads")):
+                                    sinks=False, output_gate=None, reads=None if chosen else self.reads) != Layer())):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
-                             "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
-                             "and with an indexer reads and no such width")
+                             "(plain), of the other options scale, experts, query_scale, sinks and output_gate, and "
+                             "with an indexer reads and no such width")
         pools = isinstance(self.recurrent, Pooling)
         if (pools and self.shared_key is None) or (self.shared_key is not None and (
                 self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks

@@ -1,4 +1,8 @@
-"""Decoders with multi-head latent attention: DeepSeek V2 and V3, and the families that took their form."""
+"""Decoders with multi-head latent attention: DeepSeek V2 and V3, and the families that took their form.
+
+Hunyuan Hy4 (Tencent, 2026) has their experts, latents and indexer, with gates and sinks, around which several residual
+streams are read and written by independent hyper-connections (`decodax.models.residual.hyper_connections`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from decodax.models.blocks.options import Layer, QueryScale
+from decodax.models.blocks.options import Layer, OutputGate, QueryScale
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.reading import (
@@ -19,13 +23,23 @@ from decodax.models.reading import (
     rotated_layers,
     with_experts,
 )
+from decodax.models.residual.options import HyperConnections
 from decodax.models.rope import mscale
-from decodax.models.routing import Experts
+from decodax.models.routing import ClippedSwiGLU, Experts
 
 DEEPSEEK_V3 = {
     "num_experts_per_tok": 8, "n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1,
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "first_k_dense_replace": 3,
     "q_lora_rank": 1536, "max_position_embeddings": 4096}
+HY4: dict[str, Any] = {
+    "vocab_size": 120_832, "hidden_size": 2816, "intermediate_size": 6912, "moe_intermediate_size": 768,
+    "num_hidden_layers": 34, "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.827, "q_lora_rank": 1536, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    "first_k_dense_replace": 1, "index_n_heads": 16, "index_topk_freq": 4, "hc_mult": 4, "hc_magnitude": 2.0,
+    "hc_eps": 1e-6, "swiglu_limit": 10.0}
+HY4_VL = {**HY4, "hidden_size": 6144, "intermediate_size": 18_432, "moe_intermediate_size": 2048,
+          "num_hidden_layers": 78, "num_attention_heads": 64, "q_lora_rank": 2048, "index_n_heads": 32}
 
 
 def _deepseek_v2(c: Json) -> DecoderConfig:
@@ -55,8 +69,6 @@ def _glm4_moe_lite(c: Json) -> DecoderConfig:
 
 def _deepseek_v32(c: Json) -> DecoderConfig:
     c = {**DEEPSEEK_V3, "index_n_heads": 64, "max_position_embeddings": 163_840, **c, "rope_interleave": True}
-    if c.get("q_lora_rank") is None:
-        raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
     return _sigmoid(c, _indexer(c))
 
 
@@ -67,6 +79,31 @@ def _indexer(c: Json) -> Indexer:
     if width < turned:
         raise ValueError(f"index_head_dim: got {width}, takes at least qk_rope_head_dim = {turned}")
     return Indexer(c["index_n_heads"], width, c.get("index_topk", 2048))
+
+
+def _hy_v4(c: Json) -> DecoderConfig:
+    return _hunyuan({**HY4, **c}, 1e-6, False)
+
+
+def _hy_v4_vl_text(c: Json) -> DecoderConfig:
+    c = {**HY4_VL, **c}
+    return _hunyuan(c, c["rms_norm_eps"], True)
+
+
+def _hunyuan(c: Json, eps: float, interleaved: bool) -> DecoderConfig:
+    """Returns the decoder of an Hy4. `eps` is that of the norms of latents; for `interleaved` see `Rope`."""
+    refuse_others(c, hidden_act="silu")
+    # Keys and values are those of all heads, whatever this entry says.
+    c = {**c, "num_key_value_heads": c["num_attention_heads"], "rope_interleave": interleaved}
+    glu = ClippedSwiGLU(1.0, float(c["swiglu_limit"]), 0.0)
+    indexer = dataclasses.replace(_indexer(c), last=True, eps=c["rms_norm_eps"])
+    found = _chosen(c, _sigmoid(c, indexer, glu=glu), interleaved)
+    layers = tuple(dataclasses.replace(layer, sinks=True, output_gate=OutputGate("channels"),
+                                       latent=layer.latent and dataclasses.replace(layer.latent, eps=eps))
+                   for layer in found.layers)
+    streams = HyperConnections(c["hc_mult"], None, float(c["hc_eps"]), c["rms_norm_eps"],
+                               magnitude=float(c["hc_magnitude"]))
+    return dataclasses.replace(found, layers=layers, streams=streams)
 
 
 def _glm_moe_dsa(c: Json) -> DecoderConfig:
@@ -95,10 +132,12 @@ def _chosen(c: Json, found: DecoderConfig, interleaved: bool) -> DecoderConfig:
     return dataclasses.replace(found, layers=tuple(layers))
 
 
-def _sigmoid(c: Json, indexer: Indexer | None = None) -> DecoderConfig:
+def _sigmoid(c: Json, indexer: Indexer | None = None, glu: ClippedSwiGLU | None = None) -> DecoderConfig:
     _expects(c, scoring_func="sigmoid", topk_method="noaux_tc")
+    if indexer is not None and c.get("q_lora_rank") is None:
+        raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
     experts = _experts(c, normalise=c.get("norm_topk_prob", True), score="sigmoid", correction=True,
-                       groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
+                       groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1), glu=glu)
     return latent_decoder(c, experts, indexer=indexer)
 
 
@@ -230,5 +269,5 @@ def _sparse(c: Json) -> Callable[[int], bool]:
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "deepseek_v32": _deepseek_v32,
-    "glm4_moe_lite": _glm4_moe_lite, "glm_moe_dsa": _glm_moe_dsa, "kimi_k2": _deepseek_v3, "mistral4": _mistral4,
-    "mistral_large4_text": _mistral_large4, "youtu": _youtu}
+    "glm4_moe_lite": _glm4_moe_lite, "glm_moe_dsa": _glm_moe_dsa, "hy_v4": _hy_v4, "hy_v4_vl_text": _hy_v4_vl_text,
+    "kimi_k2": _deepseek_v3, "mistral4": _mistral4, "mistral_large4_text": _mistral_large4, "youtu": _youtu}

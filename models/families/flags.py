@@ -55,6 +55,7 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "enable_moe_block": lambda d, value: any(layer.experts is not None for layer in d.layers),
     "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
+    "hc_magnitude": lambda d, value: isinstance(d.streams, HyperConnections) and d.streams.magnitude == value,
     "hc_mult": lambda d, value: isinstance(d.streams, HyperConnections) and d.streams.count == value,
     "index_topk": lambda d, value: all(_chosen(layer) in (None, value) for layer in d.layers) and any(
         layer.shared_key or _chosen(layer) for layer in d.layers),
@@ -98,7 +99,7 @@ HARMLESS = re.compile(
     r"|architectures|auto_map|use_cache|is_decoder|is_encoder_decoder|return_dict|problem_type|id2label|label2id|chunk_size"
     r"|gradient_checkpointing|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|name_or_path|unsloth|task_specific"
     r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|coef_clip|quantization_config|attn_implementation"
-    r"|mamba_kernels|mambapy|associative_scan|logits_to_keep|z_loss|prenorm_residual|shared_expert_overlap|^mtp_"
+    r"|sink_init|mamba_kernels|mambapy|associative_scan|logits_to_keep|z_loss|prenorm_residual|shared_expert_overlap|^mtp_"
     r"|time_step_(floor|min|max))")
 """Entries that do not change what a model computes, or that are read elsewhere."""
 

@@ -39,7 +39,7 @@ from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.layers import STD, Linear, Norm, optional
 from decodax.models.packed import whole
 from decodax.models.rope import rotate, rotate_last
-from decodax.pallas_kernels.window_attention import TopKeys, merge, window_attention_lse
+from decodax.pallas_kernels.window_attention import TopKeys, merge, window_attention_lse, with_sinks
 
 
 class LatentAttention(nnx.Module):
@@ -62,8 +62,10 @@ class LatentAttention(nnx.Module):
         up = lambda width: Linear(rngs, (latent.rank, c.heads * width), (None, "heads"), False)
         self.k_b, self.v_b = up(c.head_dim - turned), up(latent.value_width)
         self.indexer = None if latent.indexer is None or latent.indexer.shared else IndexerPart(c, layer, rngs)
-        self.gate = None if layer.output_gate is None else Linear(rngs, (c.width, c.heads), ("embed", "heads"),
-                                                                  layer.output_gate.bias)
+        gate = layer.output_gate
+        self.gate = None if gate is None else Linear(rngs, (c.width, c.heads * (
+            1 if gate.each == "heads" else latent.value_width)), ("embed", "heads"), gate.bias)
+        self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
         self.o = Linear(rngs, (c.heads * latent.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
 
@@ -71,22 +73,25 @@ class LatentAttention(nnx.Module):
         narrow = self._narrow(x)
         q, scale = self._queries(narrow, tables), self.layer.scale
         scale = self.c.head_dim ** -0.5 if scale is None else scale
+        options: dict[str, Any] = dict(scale=scale) if self.sinks is None else dict(scale=scale, sinks=self.sinks[...])
         if self.layer.latent is not None and self.layer.latent.indexer is not None:
             key, chooser = self._chosen(index, x, narrow, tables)
-            out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], scale=scale, bias=chooser)
+            out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], bias=chooser, **options)
             return self._projected(x, self.values(out)), entry
         key = self._keys(x, tables)
         if isinstance(attend, Expanding):
-            out, entry = attend.expanded(index, self, q, key, scale)
+            out, entry = attend.expanded(index, self, q, key, **options)
         else:
-            out, entry = attend(index, self.absorbed(q), key, key[..., :0], scale=scale)
+            out, entry = attend(index, self.absorbed(q), key, key[..., :0], **options)
             out = self.values(out)
         return self._projected(x, out), entry
 
     def _projected(self, x: Array, out: Array) -> Array:
         """Projects the heads' output `f[B, W, H, value_width]` to the residual stream. `x`: the layer's input."""
         if self.gate is not None and self.layer.output_gate is not None:
-            out = out * self.layer.output_gate(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
+            # One number for each channel, or for all channels of a head.
+            gate = self.layer.output_gate(self.gate(x).astype(jnp.float32)).astype(out.dtype)
+            out = out * gate.reshape(*out.shape[:3], -1)
         return self.o(out.reshape(*x.shape[:2], -1))
 
     def _chosen(self, index: int, x: Array, narrow: Array, tables: dict[Any, Any]) -> tuple[Array, TopKeys]:
@@ -187,7 +192,7 @@ class IndexerPart(nnx.Module):
         latent = layer.latent
         assert latent is not None and latent.indexer is not None
         self.rule, self.rope, rule = latent.indexer, layer.rope, latent.indexer
-        norm = lambda width, axis: Norm(NormConfig("layer", 1e-6, bias=True), (width,), (axis,))
+        norm = lambda width, axis: Norm(NormConfig("layer", rule.eps, bias=True), (width,), (axis,))
         into, axis = (c.width, "embed") if latent.query_rank is None else (latent.query_rank, None)
         self.q_in = norm(into, axis) if latent.query_rank is None else None
         self.q = Linear(rngs, (into, rule.heads * rule.width), (axis, None), False)
@@ -200,7 +205,7 @@ class IndexerPart(nnx.Module):
         if self.rope is None:
             return x
         cos, sin = tables[self.rope]
-        return rotate(x, cos, sin, self.rule.interleaved)
+        return (rotate_last if self.rule.last else rotate)(x, cos, sin, self.rule.interleaved)
 
     def key(self, x: Array, tables: dict[Any, Any]) -> Array:
         """Returns the index keys `f[B, W, width]`, normed and rotated, of the layer's normalised inputs `x`, `f[B, W,
@@ -254,7 +259,8 @@ class Expanding:
     def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
         raise NotImplementedError("all layers of a network with latent attention have it")
 
-    def expanded(self, layer: int, part: LatentAttention, q: Array, key: Array, scale: float) -> tuple[Array, Any]:
+    def expanded(self, layer: int, part: LatentAttention, q: Array, key: Array, scale: float,
+                 sinks: Array | None = None) -> tuple[Array, Any]:
         """Computes a layer's attention with keys and values of all heads for the window's tokens. Returns the heads'
         output `f[B, W, H, value_width]`, and the layer's entry, what a commit writes to the cache.
 
@@ -264,14 +270,15 @@ class Expanding:
             q: queries, `f[B, W, H, head_dim]`.
             key: latents with their rotated keys, `f[B, W, 1, rank + rope.width]`.
             scale: factor of the scores.
+            sinks: `f[H]`, see `window_attention`; None: none.
         """
-        out, sums = self.near(q, *part.expand(key), scale=scale)
+        near = self.near(q, *part.expand(key), scale=scale)
 
-        def both() -> Array:
+        def both() -> tuple[Array, Array]:
             assert self.far is not None
             found, more = self.far(layer, part.absorbed(q), scale=scale)
-            return merge((out, sums), (part.values(found), more))[0]
+            return merge(near, (part.values(found), more))
 
-        if self.far is not None:
-            out = lax.cond(self.begun, both, lambda: out)
+        found = near if self.far is None else lax.cond(self.begun, both, lambda: near)
+        out = found[0] if sinks is None else with_sinks(found, sinks)[0]
         return out, KVEntry(key, key[..., :0])

@@ -40,7 +40,42 @@ LARGE: dict[str, Any] = {
               for part in ("", "indexer.") for leaf in ("scale", "bias")}}
 """Fields that have other values in the files of Mistral Large 4 that Mistral AI released."""
 
+GATED = {**MLA["layer"], "attn.gate": "self_attn.linear_gate"}
+GATES = {**GATED, **{f"mlp.{ours}gate": f"mlp.{theirs}linear_gate" for ours, theirs in (
+    ("", ""), ("shared.", "shared_experts."))}}
+
+
+def _streams(attention: str, mlp: str, sinks: str) -> dict[str, str]:
+    """Returns the names inside a layer of the sinks, and of the weights of the hyper-connections of both halves, whose
+    prefixes are `attention` and `mlp`."""
+    return {"attn.sinks": f"self_attn.{sinks}", **{
+        f"{ours}.{leaf}": f"{theirs}{leaf}"
+        for ours, theirs in (("attn_hc", attention), ("mlp_hc", mlp)) for leaf in ("fn", "base", "scale")}}
+
+
+def _ends(prefix: str) -> dict[str, str]:
+    """Returns the names of the weights that make one vector out of the streams, which have a common `prefix`."""
+    return {f"streams.{leaf}": f"{prefix}{leaf}" for leaf in ("fn", "base", "scale")}
+
+
+PLACES = ("", ""), ("", "hc_pre."), ("hc_pre.", "")
+HY4: dict[str, Any] = {
+    **MISTRAL, "layer": {**MLA["layer"], "attn.gate": "self_attn.gate_proj"},
+    "extra": _streams("attn_hc.", "ffn_hc.", "sinks"), "outside": _ends("hc_head.hc_"),
+    # transformers loads several layouts of released files. The one that it saves has other prefixes, and puts the name
+    # of attention's gates into the MLPs, too.
+    "variants": (
+        (".self_attn.linear_gate.weight", {"layer": GATED}),
+        *((f".{part}.linear_gate.weight", {"layer": GATES}) for part in ("mlp", "shared_experts")),
+        *((f".{start}hc_attn_layer.{inner}hc_fn", {"extra": _streams(
+            f"{start}hc_attn_layer.{inner}hc_", f"{start}hc_mlp_layer.{inner}hc_", "learnable_sink_param")})
+          for start, inner in PLACES),
+        *((f".{start}hc_head.{inner}hc_head_fn", {"outside": _ends(f"{start}hc_head.{inner}hc_head_")})
+          for start, inner in PLACES))}
+"""Tensor names of Hunyuan Hy4."""
+
 NAMES: dict[str, dict[str, Any]] = {
+    "hy_v4": HY4, "hy_v4_vl_text": HY4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
                     MLA),
     "mistral4": MISTRAL,

@@ -14,15 +14,17 @@ class Indexer:
     Models", DeepSeek-AI, 2025): a query attends to the `top` tokens with the highest index scores.
 
     Every token has one index key, of which the first `Layer.rope.width` entries are rotated (none in a layer without a
-    rope), and each query several index queries with weights, from which `TopKeys` computes scores. Layers may share one
-    choice of tokens (GLM-5 of Z.ai, 2026): a layer without an indexer of its own takes the choice of the nearest layer
-    before it that has one.
+    rope; with `last` the last ones), and each query several index queries with weights, from which `TopKeys` computes
+    scores. Layers may share one choice of tokens (GLM-5 of Z.ai, 2026): a layer without an indexer of its own takes the
+    choice of the nearest layer before it that has one.
 
     Attributes:
         heads: number of index queries of a token.
         width: number of channels of an index key.
         top: number of tokens that a query attends to.
         interleaved: True if rotated pairs of index keys and queries are adjacent; False: in halves.
+        last: True if the last entries of index keys and queries are rotated (Hunyuan Hy4).
+        eps: added to the variance in the norm of index keys.
         shared: True if the layer takes the choice of an earlier one. The cache stores the index keys of that layer with
             the entries that this one attends to, too (`DecoderConfig.index_keys`).
     """
@@ -31,6 +33,8 @@ class Indexer:
     width: int
     top: int
     interleaved: bool = False
+    last: bool = False
+    eps: float = 1e-6
     shared: bool = False
 
     def __post_init__(self) -> None:

@@ -10,6 +10,9 @@ and `mix` (`n x n`) mixes them:
 
 Sinkhorn's steps (Sinkhorn and Knopp, 1967) make rows and columns of `mix` sum to one, so that no product of mixtures
 over many layers grows. Shares are computed in float32.
+
+Independent hyper-connections (Hunyuan Hy4; Tencent, 2026) have no mixture: each stream stays itself, and is summed up
+with its share of the output in float32.
 """
 
 from __future__ import annotations
@@ -45,25 +48,31 @@ class HyperConnection(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         assert isinstance(c.streams, HyperConnections)
         self.options, n = c.streams, c.streams.count
-        self.fn = weight(rngs, ((2 + n) * n, n * c.width), (None, None))
-        self.base = nnx.Param(jnp.zeros((2 + n) * n), axes=(None,))
-        self.scale = nnx.Param(jnp.ones(3), axes=(None,))
+        sets = (n, n) if c.streams.iterations is None else (n, n, n * n)
+        self.fn = weight(rngs, (sum(sets), n * c.width), (None, None))
+        self.base = nnx.Param(jnp.zeros(sum(sets)), axes=(None,))
+        self.scale = nnx.Param(jnp.ones(len(sets)), axes=(None,))
 
     def __call__(self, streams: Array) -> tuple[Array, Callable[[Array], Array]]:
         """Returns the input of the half, `f[B, W, D]`, and a function from its output, of the same shape, to the
         streams after it. `streams` are those before it, `f[B, W, n, D]`."""
-        n, dtype = self.options.count, streams.dtype
+        n, dtype, steps = self.options.count, streams.dtype, self.options.iterations
         found = _projected(streams, self.fn[...], self.options.norm_eps)
         scale, base = self.scale[...].astype(jnp.float32), self.base[...].astype(jnp.float32)
         scores = [found[..., at] * scale[i] + base[at]
-                  for i, at in enumerate((slice(n), slice(n, 2 * n), slice(2 * n, None)))]
-        pre, post = jax.nn.sigmoid(scores[0]) + self.options.eps, 2 * jax.nn.sigmoid(scores[1]).astype(dtype)
-        mix = sinkhorn(scores[2].reshape(*found.shape[:-1], n, n), self.options.iterations, self.options.eps)
+                  for i, at in enumerate((slice(n), slice(n, 2 * n), slice(2 * n, None))[:len(scale)])]
+        pre, post = jax.nn.sigmoid(scores[0]) + self.options.eps, self.options.magnitude * jax.nn.sigmoid(scores[1])
 
-        def after(out: Array) -> Array:
-            return post[..., None] * out[:, :, None] + jnp.einsum("bwjk,bwjd->bwkd", mix.astype(dtype), streams)
+        def added(out: Array) -> Array:
+            shares = (post + self.options.eps)[..., None] * out[:, :, None].astype(jnp.float32)
+            return (shares + streams.astype(jnp.float32)).astype(dtype)
 
-        return _summed(pre, streams), after
+        def mixed(out: Array) -> Array:
+            assert steps is not None
+            mix = sinkhorn(scores[2].reshape(*found.shape[:-1], n, n), steps, self.options.eps).astype(dtype)
+            return post[..., None].astype(dtype) * out[:, :, None] + jnp.einsum("bwjk,bwjd->bwkd", mix, streams)
+
+        return _summed(pre, streams), added if steps is None else mixed
 
 
 class HyperEnds(nnx.Module):

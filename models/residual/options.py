@@ -36,15 +36,17 @@ class HyperConnections:
     Attributes:
         count: number of streams `n`.
         iterations: number of Sinkhorn steps, each of which divides the columns of a mixture by their sums, all but the
-            first after the rows.
+            first after the rows. None: no mixture, each stream stays itself.
         eps: added to shares and sums.
         norm_eps: added to the mean square of all streams, by whose root they are divided before shares are computed.
+        magnitude: upper bound of the shares of a half's output that are added to streams, without `eps`.
     """
 
     count: int
-    iterations: int = 20
+    iterations: int | None = 20
     eps: float = 1e-6
     norm_eps: float = 1e-6
+    magnitude: float = 2.0
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "iterations")

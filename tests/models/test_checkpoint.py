@@ -20,7 +20,7 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.formats import pack
 from decodax.models.names import IMAGES, flatten
-from tests.models.tiny import CASES, build, saved
+from tests.models.tiny import CASES, INSIDE, build, saved
 
 TOKENS = np.random.default_rng(1).integers(3, 97, (2, 9)).astype(np.int32)
 FILE = "model.safetensors"
@@ -191,7 +191,7 @@ def test_saved_models_are_the_loaded_ones_for_transformers_too(name: str, tmp_pa
     again, reread = load_model(tmp_path / "out")
     assert again == model
     same(params, reread)
-    if CASES[name][0] in ("mistral_large4_text", "muse_glimmer_text"):  # no class for the language model alone
+    if CASES[name][0] in ("mistral_large4_text", *INSIDE):      # no class for the language model alone
         stored = load_file(tmp_path / "out" / "model.safetensors")
         own = {key.replace("model.language_model.", "model."): value.numpy()
                for key, value in reference.state_dict().items() if not IMAGES.search(key)}

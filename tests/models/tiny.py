@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     import transformers
+
+from tests.models.families.released import released
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -53,6 +54,8 @@ GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "log
              "attention_multiplier": 0.2, "shared_intermediate_size": 20, "intermediate_size": 24}
 DSA = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 12,
        "index_topk": 6}
+HY4 = {**MLA, **{key: value for key, value in DSA.items() if key.startswith("index")}, "rms_norm_eps": 0.05,
+       "hc_mult": 3, "hc_magnitude": 1.6, "hc_eps": 0.04, "swiglu_limit": 0.6}
 # A block is half as long as the windows of the tests, and of five blocks a query attends to two or three.
 MINIMAX_M3 = {"head_dim": 16, "rotary_dim": 8, **rope("default", partial_rotary_factor=0.5), "num_hidden_layers": 3,
               "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "dense_intermediate_size": 40,
@@ -84,6 +87,11 @@ MUSE = {**SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 3, "rms_norm_eps": 
 MUSE_EYE: dict[str, Any] = {"out_hidden_size": 64, "projector_hidden_size": 16, "vision_config": {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
     "pos_emb_height": 4, "pos_emb_width": 4}}
+HY4_EYE: dict[str, Any] = {"vision_config": {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+    "max_image_size": 32, "out_hidden_size": 32}}
+INSIDE = {"muse_glimmer_text": ("muse_glimmer", MUSE_EYE), "hy_v4_vl_text": ("hy_v4_vl", HY4_EYE)}
+"""Decoders that transformers 5.24 has inside a model that sees images alone: that model's type and further options."""
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -236,6 +244,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
     "deepseek-v4": ("deepseek_v4", {**V4, **rope("yarn", factor=4.0, original_max_position_embeddings=16)}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
+    "hy4": ("hy_v4", {**HY4, "attention_bias": True, **YARN_MSCALE}, None),
+    "hy4-vl": ("hy_v4_vl_text", {
+        **HY4, "indexer_types": ["full", "shared", "full"], "n_group": 4, "topk_group": 2, "mlp_layer_types": [
+            "sparse", "dense", "sparse"], **rope("default", mrope_section=[2, 1, 1])}, None),
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
                                             max_position_embeddings=64)}, None),
@@ -315,8 +327,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon",
-         "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "llama4-top2",
+ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon", "falcon-11b",
+         "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "hy4-vl", "llama4-top2",
          "minimax-m3-local", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
@@ -333,8 +345,9 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     entries = {**COMMON, **options, **more}
-    if kind == "muse_glimmer_text":     # transformers 5.24 has it inside a model that sees images alone
-        kind, entries = "muse_glimmer", {"text_config": entries, **MUSE_EYE}
+    if kind in INSIDE:
+        kind, eye = INSIDE[kind]
+        entries = {"text_config": entries, **copy.deepcopy(eye)}
     config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
@@ -348,7 +361,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
         whole = transformers.MistralLarge4Config(text_config=config, vision_config=sight)
         model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation=attention).eval()
     else:
-        auto = transformers.AutoModelForImageTextToText if kind == "muse_glimmer" else transformers.AutoModelForCausalLM
+        sees = "text_config" in entries
+        auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
         model = auto.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -380,21 +394,3 @@ def write(model: transformers.PreTrainedModel, directory: Path, **options: Any) 
         file = directory / "model.safetensors"
         tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): x for name, x in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
-
-
-def released(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of an OLMo Hybrid under the names of released files, which transformers 5.24 loads but does not
-    save: it gives a norm of attention layers another name, and divides the convolution into equal parts."""
-    c, found = model.config, {}
-    keys, values = (heads * size for heads, size in ((c.linear_num_key_heads, c.linear_key_head_dim),
-                                                     (c.linear_num_value_heads, c.linear_value_head_dim)))
-    for tensor, x in model.state_dict().items():
-        if tensor.endswith("conv1d.weight"):
-            for part, own in zip("qkv", x.split((keys, keys, values)), strict=True):
-                found[tensor.replace("conv1d", f"{part}_conv1d")] = own.contiguous()
-        elif ".layers." in tensor and c.layer_types[int(tensor.split(".")[2])] == "linear_attention":
-            found[tensor.replace("input_layernorm", "attention_layer_norm").replace(
-                "post_attention_layernorm", "feedforward_layer_norm")] = x
-        else:
-            found[tensor] = x
-    return found

@@ -143,6 +143,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                       "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
                       "moe_intermediate_size": 1536, "router_scaling_factor": 2.826, "hidden_act": "silu",
                       "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "tie_word_embeddings": False},
+    "hy4": {"model_type": "hy_v4_vl_text", "num_hidden_layers": 78},
+    "hy4-preview": {"model_type": "hy_v4", "num_hidden_layers": 34},
     "ernie-4.5-21b-a3b": {"model_type": "ernie4_5_moe", "vocab_size": 103_424, "hidden_size": 2560,
                           "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20,
                           "num_key_value_heads": 4, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
@@ -255,11 +257,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Llama 4 (Meta, 2025), Qwen3 (Yang et al., 2025), Qwen3-Next
 and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025)
 and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
-Team, 2025), DeepSeek V4 Flash (DeepSeek-AI, 2026), Mistral Large 4 (Mistral AI, 2026) and Ling 3.0 Flash (inclusionAI,
-2026), all three as configured by transformers, where no layers of Mistral Large 4 share latents, GLM-4.5 to 4.7 (GLM
-Team, 2025), MiniMax-M2 and M3, Hy3, ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse Glimmer, Mistral Small 3.2 and
-Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025),
-LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+Team, 2025), DeepSeek V4 Flash (DeepSeek-AI, 2026), Mistral Large 4 (Mistral AI, 2026), Hy4 with its preview (Tencent,
+2026) and Ling 3.0 Flash (inclusionAI, 2026), all as configured by transformers, where no layers of Mistral Large 4
+share latents, GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2 and M3, Hy3, ERNIE 4.5, MiMo-V2-Flash, Laguna XS.2, Muse
+Glimmer, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025),
+LLaDA (Nie et al., 2025), LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits:
+`weights="mxfp4"`."""
 
 SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "llama-3-8b": ("v5e:2x4", (2, 4)), "llama-3-70b": ("v6e:2x4", (1, 8)), "qwen3-8b": ("v5e:2x4", (2, 4)),
@@ -271,6 +274,7 @@ SLICES: dict[str, tuple[str, tuple[int, ...]]] = {
     "kimi-k2": ("v5p:4x4x4", (2, 8, 4)), "mistral-large-4": ("v5p:4x4x4", (2, 8, 4)),
     "glm-4.7-flash": ("v6e:2x4", (2, 4)), "glm-4.5-air": ("v5p:2x2x2", (1, 8)), "glm-4.6": ("v5p:2x4x4", (4, 8)),
     "minimax-m2": ("v5p:2x2x2", (1, 8)), "minimax-m3": ("v5p:2x4x4", (2, 4, 4)), "hy3-295b-a21b": ("v5p:2x2x2", (1, 8)),
+    "hy4": ("v5p:4x4x4", (2, 8, 4)), "hy4-preview": ("v5p:2x2x2", (1, 8)),
     "ernie-4.5-21b-a3b": ("v5e:2x4", (2, 4)), "mimo-v2-flash": ("v5p:2x2x2", (1, 8)),
     "laguna-xs-2": ("v6e:2x4", (2, 4)), "muse-glimmer-30b": ("v6e:2x4", (4, 2)),
     "llama-4-scout": ("v5p:2x2x2", (1, 8)), "mistral-small-3.2-24b": ("v5e:2x4", (1, 8)),

@@ -15,10 +15,11 @@ from decodax.models import Images
 from tests.models.families.tiny_images import saved
 
 IMAGE, NEW = 96, 6
-MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe")
+MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "hy4-vl")
 PIXTRAL = ("mistral3", "mistral-large4")
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
-"""Sizes of each prompt's images, in patches, four of which make a token. Images of other models have 4 tokens."""
+"""Sizes of each prompt's images, in patches, four of which make a token; in Hy4 each row has one more. Images of other
+models have 4 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ def case(name: str) -> Case:
     reference = saved(name, directory)
     lm, r = dx.load(directory), np.random.default_rng(1)
     text = lambda n: r.integers(3, 80, n).tolist()
-    sizes = [[t * h * w // 4 if name in MROPE else 4 for t, h, w in row] for row in GRIDS]
+    lines, frames = (1, 1) if name == "hy4-vl" else (0, 2)
+    sizes = [[t * (h // 2) * (w // 2 + lines) if name in MROPE else 4 for t, h, w in row] for row in GRIDS]
     prompts = [text(3), text(2), text(7)]
     for prompt, row in zip(prompts, sizes, strict=True):
         for size in row:
@@ -67,7 +69,8 @@ def case(name: str) -> Case:
         if row and name in MROPE:
             patches = sum(t * h * w for t, h, w in row)
             vision = reference.config.vision_config
-            given |= {"pixel_values": torch.tensor(r.normal(size=(patches, 6 * vision.patch_size ** 2))).float(),
+            size = patches, 3 * frames * vision.patch_size ** 2
+            given |= {"pixel_values": torch.tensor(r.normal(size=size)).float(),
                       "image_grid_thw": torch.tensor(row), "mm_token_type_ids": kinds}
             with torch.no_grad():
                 found = reference.model.get_image_features(given["pixel_values"], given["image_grid_thw"],

@@ -35,13 +35,16 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def by_hand(part: HyperConnection, streams: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_hand(part: HyperConnection, streams: np.ndarray, iterations: int | None, most: float = 2.0
+            ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Input of the half, shares of its output and mixture of the streams of one node, `[n, D]`, in float64."""
     fn, base, scale = (np.asarray(x[...], np.float64) for x in (part.fn, part.base, part.scale))
     flat = streams.reshape(-1)
     found = fn @ (flat / np.sqrt((flat ** 2).mean() + 1e-5))
     pre = sigmoid(found[:N] * scale[0] + base[:N]) + EPS
-    post = 2 * sigmoid(found[N:2 * N] * scale[1] + base[N:2 * N])
+    post = most * sigmoid(found[N:2 * N] * scale[1] + base[N:2 * N])
+    if iterations is None:
+        return pre @ streams, post + EPS, np.eye(N)
     mix = np.exp((found[2 * N:] * scale[2] + base[2 * N:]).reshape(N, N))
     mix = mix / mix.sum(1, keepdims=True) + EPS
     mix /= mix.sum(0) + EPS
@@ -51,15 +54,16 @@ def by_hand(part: HyperConnection, streams: np.ndarray, iterations: int) -> tupl
     return pre @ streams, post, mix
 
 
-@pytest.mark.parametrize("iterations", [1, 5])
-def test_shares_are_those_of_the_rule(iterations: int) -> None:
-    c = dataclasses.replace(SMALL, streams=HyperConnections(N, iterations, norm_eps=1e-5))
+@pytest.mark.parametrize(("iterations", "most"), [(1, 2.0), (5, 2.0), (None, 1.3)])
+def test_shares_are_those_of_the_rule(iterations: int | None, most: float) -> None:
+    c = dataclasses.replace(SMALL, streams=HyperConnections(N, iterations, norm_eps=1e-5, magnitude=most))
     part = drawn(HyperConnection(c, nnx.Rngs(0)))
+    assert len(part.base[...]) == (2 * N if iterations is None else 2 * N + N * N)
     streams, out = (np.random.default_rng(i).normal(size=shape) for i, shape in enumerate([(2, 4, N, D), (2, 4, D)]))
     active, after = part(jnp.asarray(streams, jnp.float32))
     written = after(jnp.asarray(out, jnp.float32))
     for at in np.ndindex(2, 4):
-        want, post, mix = by_hand(part, streams[at], iterations)
+        want, post, mix = by_hand(part, streams[at], iterations, most)
         np.testing.assert_allclose(active[at], want, atol=1e-5)
         np.testing.assert_allclose(written[at], post[:, None] * out[at] + mix.T @ streams[at], atol=1e-5)
 
