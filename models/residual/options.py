@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from decodax.common.arguments import check_counts
 
@@ -39,12 +40,15 @@ class HyperConnections:
             first after the rows.
         eps: added to shares and sums.
         norm_eps: added to the mean square of all streams, by whose root they are divided before shares are computed.
+        joined: the streams after the last layer are added with learned shares ("shares"), or their mean is taken
+            ("mean", GLM-5.3 Flash).
     """
 
     count: int
     iterations: int = 20
     eps: float = 1e-6
     norm_eps: float = 1e-6
+    joined: Literal["shares", "mean"] = "shares"
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "iterations")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.tiny import COMMON, DELTA, GEMMA4, LARGE, MINIMAX_M3, MUSE, MUSE_EYE, SHARED, SMALL_WINDOW
+from tests.models.tiny import COMMON, DELTA, GEMMA4, LARGE, MINIMAX_M3, MUSE, SHARED, SMALL_WINDOW
+from tests.models.tiny_seeing import GLM5_NEXT, GLM_EYE, MUSE_EYE
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}
@@ -76,6 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
     "minimax-m3": ("minimax_m3_vl", MINIMAX_M3, {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
                                                  "num_attention_heads": 2, "image_size": 32, "patch_size": 4},
                    {"projector_hidden_size": 32, "image_token_index": 96}, "language_model.model.layers."),
+    "glm5-next": ("glm5_next", GLM5_NEXT, GLM_EYE, {"image_token_id": 96}, "model.language_model.layers."),
     "muse-glimmer": ("muse_glimmer", MUSE, MUSE_EYE["vision_config"], {
         "image_token_id": 96, "video_token_id": 95, "out_hidden_size": 64, "projector_hidden_size": 16},
                      "model.language_model.layers."),
