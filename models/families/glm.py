@@ -1,5 +1,5 @@
-"""GLM-5.3 Flash (Z.ai, 2026): Kimi Delta Attention in most layers, in the others latents without positions, whose queries
-attend to groups of tokens that an indexer chooses by pooled keys; hyper-connections and mixtures."""
+"""GLM-5.3 Flash (Z.ai, 2026): Kimi Delta Attention in most layers; in the others latents without positions, and queries
+that attend to groups of tokens, which an indexer chooses by pooled keys; hyper-connections and mixtures."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ WITHOUT_EFFECT_HERE = {
     "glm4_moe_lite": {"qk_head_dim"},
     **{kind: {"head_dim", "qk_head_dim", "first_k_dense_replace"}
        for kind in ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text")},
+    "glm5_next_text": {"qk_head_dim"},
     "bailing_hybrid": {"head_dim", "qk_head_dim", "first_k_dense_replace", "layer_group_size", "rope_theta",
                        "short_conv_kernel_size"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},

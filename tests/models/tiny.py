@@ -343,7 +343,7 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
         config._attn_implementation = attention
         model = transformers.Mistral4ForCausalLM(config).eval()
     else:
-        auto = transformers.AutoModelForImageTextToText if "text_config" in entries else transformers.AutoModelForCausalLM
+        auto = getattr(transformers, f"AutoModelFor{'ImageTextToText' if 'text_config' in entries else 'CausalLM'}")
         model = auto.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():

@@ -9,6 +9,7 @@ from decodax.models.families import read_config
 from tests.meshes import mesh_of, same_tokens, spread
 from tests.models.latent.test_latent import CONFIG
 from tests.models.tiny import COMMON, LARGE
+from tests.models.tiny_seeing import GLM5_NEXT
 
 pytestmark = pytest.mark.mesh
 
@@ -16,11 +17,14 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5], [9, 10, 11], [1, 2], [3, 4, 5, 6, 7]]
 SHARED = {**CONFIG, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"], "index_n_heads": 4,
           "index_head_dim": 12, "index_topk": 4}
 READ = {**COMMON, **LARGE, "model_type": "mistral_large4_text", "vocab_size": 61}
+GROUPS = {**COMMON, **GLM5_NEXT, "model_type": "glm5_next_text", "vocab_size": 61, "num_hidden_layers": 3,
+          "layer_types": ["indexed_attention", "indexed_attention", "linear_attention"],
+          "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["sparse", "dense", "dense"]}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("config", [CONFIG, SHARED, READ], ids=["all", "chosen", "read"])
+@pytest.mark.parametrize("config", [CONFIG, SHARED, READ, GROUPS], ids=["all", "chosen", "read", "groups"])
 def test_a_mesh_gives_the_tokens_of_one_device(kind, config):
     model = Transformer(read_config(config))
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
