@@ -51,7 +51,8 @@ GLM: dict[str, Any] = {
     "extra": {**KIMI["extra"], **HALVES, "attn.indexer.pool.scores": "self_attn.indexer.index_kpool_compress_gate",
               "attn.indexer.pool.bias": "self_attn.indexer.index_kpool_compress_ape"}}
 GLM["variants"] = (("forget_gate.A_log", {
-    "fused": (*MLA["fused"], ("mlp.gate", "mlp.up"), TAPS), "experts": STACKED,
+    "fused": (*MLA["fused"], ("mlp.gate", "mlp.up"), TAPS), "grouped": False,
+    "repeated": {MLA["fused"][0]: "heads"}, "experts": STACKED,
     "layer": {ours: re.sub(r"\.(f_[ab]_proj)", r".forget_gate.\1", name) for ours, name in GLM["layer"].items()},
     "extra": {**GLM["extra"], **dict.fromkeys(TAPS, "self_attn.conv1d.weight"),
               **{f"attn.{x}": f"self_attn.forget_gate.{x}" for x in ("A_log", "dt_bias")},

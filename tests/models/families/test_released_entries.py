@@ -35,8 +35,8 @@ PLAIN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (FLASH, {"layer_types": [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2],
              "indexer_types": ["full"] * 6, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 3, "head_dim": 0,
              "qk_rope_head_dim": 0, "index_kpool_always_select_tail": True, "scoring_func": "sigmoid",
-             "num_nextn_predict_layers": 1, "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [0, 1, 2, 4, 5],
-                                                                    "gate_lower_bound": None}}),
+             "num_nextn_predict_layers": 1, "linear_attn_config": {
+                 "full_attn_layers": [4], "kda_layers": [0, 1, 2, 4, 5], "gate_lower_bound": None}}),
     ({**FLASH, "linear_num_heads": 2, "linear_head_dim": 6, "linear_conv_kernel_dim": 3, "linear_lower_bound": -3.0},
      {"linear_attn_config": OWN, "linear_num_heads": 7, "linear_lower_bound": None}),
     ({**FLASH, "linear_lower_bound": None}, {"linear_attn_config": {"safe_gate": False, "gate_lower_bound": None}}),
