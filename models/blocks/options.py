@@ -153,6 +153,9 @@ class Layer:
         chosen = self.latent is not None and self.latent.indexer is not None
         pools = isinstance(self.recurrent, Pooling)
         grouped = chosen and pools and self.beside and self.reads is None
+        if pools and self.shared_key is None and not grouped:
+            raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, or latents of its own "
+                             "with an indexer")
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
@@ -164,11 +167,11 @@ class Layer:
                              "and with an indexer reads, or a Pooling beside, and no such width")
         if grouped and self.latent is not None and self.latent.indexer is not None:
             self.latent.indexer.check_groups(self.recurrent)
-        if (pools and self.shared_key is None and not grouped) or (self.shared_key is not None and (
+        if self.shared_key is not None and (
                 self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
                 or pools != self.beside or (self.recurrent is not None and not pools) or dataclasses.replace(
                     self, shared_key=None, rope=None, sliding=None, sinks=False, experts=None, recurrent=None,
-                    beside=False) != Layer())):
+                    beside=False) != Layer()):
             raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
                              "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
