@@ -151,22 +151,23 @@ class Layer:
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None
-        pools = isinstance(self.recurrent, Pooling)
-        grouped = chosen and pools and self.beside and self.reads is None
+        pool = self.recurrent if isinstance(self.recurrent, Pooling) else None
+        pools, grouped = pool is not None, chosen and pool is not None and self.beside and self.reads is None
         if pools and self.shared_key is None and not grouped:
             raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, or latents of its own "
                              "with an indexer")
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
-                                    output_gate=None, reads=None if chosen else self.reads, **(
-                                        dict(recurrent=None, beside=False) if grouped else {})) != Layer()) or (
+                                    output_gate=None, reads=None if chosen else self.reads,
+                                    recurrent=None if grouped else self.recurrent,
+                                    beside=self.beside and not grouped) != Layer()) or (
                 self.output_gate is not None and self.output_gate.each != "heads")):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
                              "(plain), of the other options scale, experts, query_scale and an output_gate of heads, "
                              "and with an indexer reads, or a Pooling beside, and no such width")
-        if grouped and self.latent is not None and self.latent.indexer is not None:
-            self.latent.indexer.check_groups(self.recurrent)
+        if pool is not None and self.latent is not None and self.latent.indexer is not None:
+            self.latent.indexer.check_groups(pool)
         if self.shared_key is not None and (
                 self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
                 or pools != self.beside or (self.recurrent is not None and not pools) or dataclasses.replace(
@@ -204,7 +205,8 @@ class Layer:
     @property
     def state_kind(self) -> type | None:
         """The kind of the recurrent block; None without one. Pooled keys go with a gated delta rule in other layers."""
-        return GatedDelta if isinstance(self.recurrent, Pooling) else self.recurrent and type(self.recurrent)
+        kind = None if self.recurrent is None else type(self.recurrent)
+        return GatedDelta if kind is Pooling else kind
 
     @property
     def reading(self) -> bool:

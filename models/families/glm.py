@@ -64,7 +64,7 @@ def _glm5_next(c: Json) -> DecoderConfig:
 
 def _delta(c: Json, eps: float) -> GatedDelta:
     """Returns the options of the gated delta rule. Released files have them in an entry of their own."""
-    own = c.get("linear_attn_config") or {}
+    own: Json = c.get("linear_attn_config") or {}
     heads, width = own.get("num_heads", c["linear_num_heads"]), own.get("head_dim", c["linear_head_dim"])
     bound = own.get("gate_lower_bound", c["linear_lower_bound"])
     if own.get("safe_gate", True) is False and bound is not None:
