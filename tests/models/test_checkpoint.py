@@ -20,8 +20,8 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.formats import pack
 from decodax.models.names import IMAGES, flatten
+from tests.models.families.tiny_seeing import SEEING
 from tests.models.tiny import CASES, build, saved
-from tests.models.tiny_seeing import SEEING
 
 TOKENS = np.random.default_rng(1).integers(3, 97, (2, 9)).astype(np.int32)
 FILE = "model.safetensors"

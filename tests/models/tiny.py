@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.models.tiny_seeing import GLM5_NEXT_CASES, SEEING
+from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING
 
 if TYPE_CHECKING:
     import torch

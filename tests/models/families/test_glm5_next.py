@@ -24,8 +24,8 @@ from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.recurrent.options import GatedDelta, Ssd
 from decodax.models.residual.hyper_connections import HyperEnds
 from decodax.models.residual.options import HyperConnections
+from tests.models.families.tiny_seeing import GLM5_NEXT
 from tests.models.tiny import CASES, COMMON, saved
-from tests.models.tiny_seeing import GLM5_NEXT
 
 CONFIG = {"model_type": "glm5_next_text", **COMMON, **GLM5_NEXT}
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]]

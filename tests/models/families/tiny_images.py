@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.models.families.tiny_seeing import GLM5_NEXT, GLM_EYE, MUSE_EYE
 from tests.models.tiny import COMMON, DELTA, GEMMA4, LARGE, MINIMAX_M3, MUSE, SHARED, SMALL_WINDOW
-from tests.models.tiny_seeing import GLM5_NEXT, GLM_EYE, MUSE_EYE
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}

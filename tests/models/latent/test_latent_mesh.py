@@ -7,9 +7,9 @@ from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.meshes import mesh_of, same_tokens, spread
+from tests.models.families.tiny_seeing import GLM5_NEXT
 from tests.models.latent.test_latent import CONFIG
 from tests.models.tiny import COMMON, LARGE
-from tests.models.tiny_seeing import GLM5_NEXT
 
 pytestmark = pytest.mark.mesh
 
