@@ -160,10 +160,11 @@ class DecoderConfig:
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
-        if self.recurrent and (self.summing or self.shared or not self.attending):
+        if self.recurrent and (self.summing or not self.attending or any(
+                layer.reading for layer in self.layers)):
             raise ValueError("recurrent: takes some layers with attention, and none that has linear attention or "
                              "shares that of others")
-        if len({type(layer.recurrent) for layer in self.layers if layer.recurrent is not None}) > 1:
+        if len({layer.state_kind for layer in self.layers if layer.recurrent is not None}) > 1:
             raise ValueError("recurrent: got blocks of several kinds, takes one kind")
         if self.block == "parallel" and any(layer.block is not None or layer.half for layer in self.layers):
             raise ValueError("block: got one of a layer in a decoder with parallel blocks, or half a layer, takes None")
@@ -302,7 +303,7 @@ class DecoderConfig:
         those by which this layer and all that read its latents choose tokens; () without an indexer."""
         lead, found = 0, []
         for i, other in enumerate(self.layers):
-            lead = lead if other.chosen_before else i
+            lead = lead if other.chosen_before or other.latent is None else i
             if layer in (i, other.reads) and other.latent is not None and other.latent.indexer is not None:
                 found.append(lead)
         return tuple(dict.fromkeys(found))
@@ -341,8 +342,7 @@ class DecoderConfig:
     @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
-        return any(layer.reads is not None or layer.echoes is not None or layer.chosen_before
-                   for layer in self.layers)
+        return any(layer.reading or layer.chosen_before for layer in self.layers)
 
 
 def decoder_of(lm: Loaded, method: str) -> DecoderConfig:

@@ -117,14 +117,16 @@ class Decoder(nnx.Module):
         """Returns the attention function for all layers, in order, made from `attend`, which has only the layers that
         compute keys and values."""
         made: dict[int, tuple[Array, Array]] = {}
-        place = {layer: i for i, layer in enumerate(self.c.own)}
+        place = {entry: number for number, entry in enumerate(self.c.entries)}
 
         def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
+            if "walk" in options:
+                return attend(place[layer, True], q, k, v, **options)
             reads = self.c.layers[layer].reads
             source = layer if reads is None else reads
             if k is not None:       # of its own, or latents of the other layer with index keys of its own
                 made[source] = k, v
-            return attend(place[source], q, *made[source], **options)
+            return attend(place[source, False], q, *made[source], **options)
 
         return shared
 

@@ -84,7 +84,8 @@ _KEYS: dict[Kind, str] = {
           "normalize_before add_final_layer_norm normalize_embedding mamba_conv_bias mamba_proj_bias mamba_rms_norm "
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
-          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize",
+          "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize "
+          "index_kpool_always_select_tail safe_gate",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config main compress "
             "compress_rates",
@@ -99,7 +100,7 @@ _KEYS: dict[Kind, str] = {
               "compress_rope_theta",
     NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon "
                   "post_norm_eps moe_router_logit_softcapping hc_eps",
-    _number("a number below 0", lambda x: x < 0): "kda_lower_bound",
+    _number("a number below 0", lambda x: x < 0): "kda_lower_bound linear_lower_bound gate_lower_bound",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
@@ -114,7 +115,7 @@ _KEYS: dict[Kind, str] = {
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
            "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
-           "hc_mult hc_sinkhorn_iters o_groups",
+           "hc_mult hc_sinkhorn_iters o_groups index_kpool",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
            "mamba_d_ssm moe_latent_size o_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
@@ -144,7 +145,7 @@ _KEYS: dict[Kind, str] = {
     Kind("true, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")): "gating",
     _list(INDEX, "numbers of tokens, 0 for none"): "compress_ratios",
     _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers "
-                                         "kv_source_layers",
+                                         "kv_source_layers kda_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type gating_types",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
@@ -163,6 +164,8 @@ KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
 OWN = {("minimax_m3_vl_text", "moe_layer_freq"): _list(_whole(0, 1), "0 and 1"),
        ("deepseek_v4", "layer_types"): _list(TEXT, "names"), ("deepseek_v4", "mlp_layer_types"): _list(TEXT, "names"),
+       **{(kind, key): Kind("0", lambda x: x == 0) for kind in ("glm5_next", "glm5_next_text")
+          for key in ("qk_rope_head_dim", "head_dim")},
        ("gemma3n_text", "intermediate_size"): _one_or_list(ENTRIES),
        ("hunyuan_v1_moe", "moe_intermediate_size"): _one_or_list(ENTRIES),
        **{("hunyuan_v1_moe", key): Kind("false", lambda x: x is False)
@@ -215,5 +218,5 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
-       "q_lora_rank", "block_ffn_dim_multiplier", "mamba_d_ssm")
+       "q_lora_rank", "block_ffn_dim_multiplier", "mamba_d_ssm", "linear_lower_bound", "gate_lower_bound")
 """Entries for which null switches something off that a missing entry leaves on."""

@@ -67,7 +67,8 @@ class Names:
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
         outside: names of further tensors outside of layers, by the weight's path.
         variants: ends of tensors' names that only some files have, each with the fields that differ in these.
-        padded: number of first axes of length 1 that such tensors have in the file alone, by path inside a layer.
+        padded: numbers of first and last axes of length 1 that such tensors have in the file alone, by path inside a
+            layer.
     """
 
     layer: dict[str, str]
@@ -92,7 +93,7 @@ class Names:
     interleaved: bool = False
     extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
     outside: dict[str, str] = dataclasses.field(default_factory=dict)
-    padded: dict[str, int] = dataclasses.field(default_factory=dict)
+    padded: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     variants: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
@@ -314,9 +315,10 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
         within = f"{names.stem}{names.layers}.{index}."
         own = names.extra.get(f"{inner}.{leaf}")
         if own is not None and not leaf.endswith("_taps"):
-            more = (1,) * names.padded.get(f"{inner}.{leaf}", 0)
+            before, after = names.padded.get(f"{inner}.{leaf}", (0, 0))
             ids = experts if leaf == "hashed" else 0
-            return WeightSource((f"{within}{own}",), False, None, (*more, *shape), ids=ids)
+            full = (*(1,) * before, *shape, *(1,) * after)
+            return WeightSource((f"{within}{own}",), False, None, full, ids=ids, after=after)
         of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2 and own is None)     # a tensor of all experts
         if own is not None:
             name, transpose, inner = f"{within}{own}", True, f"{inner}.{leaf}"

@@ -36,6 +36,7 @@ class WeightSource:
         leading: True if the tensor has an axis of experts before those that `transpose` is about.
         ids: number of things that the entries number, which may be whole numbers in the file; 0: they are no numbers of
             things.
+        after: number of last axes of length 1 that the weight does not have; it may lack first ones, too.
     """
 
     tensors: tuple[str, ...]
@@ -44,6 +45,7 @@ class WeightSource:
     full: tuple[int, ...]
     leading: bool = False
     ids: int = 0
+    after: int = 0
 
     def turned(self, x: Any) -> Any:
         """Converts between the tensor of the file and the weight, in either direction: swaps the last two axes if

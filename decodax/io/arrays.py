@@ -135,14 +135,15 @@ class ArrayReader:
 
     def _weight(self, name: str, source: WeightSource, bounds: Bounds, goal: np.ndarray) -> Copies:
         """Returns the copies that make up a weight of one tensor."""
-        extra = len(source.full) - len(bounds)      # axes of length 1 that the weight does not have
-        index: Index = (*[slice(0, 1)] * extra, *(slice(*b) for b in bounds))
+        # Axes of length 1 that the weight does not have.
+        extra, after = len(source.full) - len(bounds) - source.after, source.after
+        index: Index = (*[slice(0, 1)] * extra, *(slice(*b) for b in bounds), *[slice(0, 1)] * after)
         if source.part is not None:
             chosen = source.part.indices(*bounds[-1])
             first, last = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
             index = (*index[:-1], slice(first, last) if last - first == len(chosen) else chosen)
         place = _Entries(self._file(self.files.home[name]), self.files.start(name), self._dtype(name), source.full)
-        return place.copies(source.turned(index), source.turned(goal[(*[None] * extra, ...)]))
+        return place.copies(source.turned(index), source.turned(goal[(*[None] * extra, ..., *[None] * after)]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,12 +85,12 @@ class Files:
         """Removes the common prefix of all names, if the model was saved as an attribute of another module.
 
         Args:
-            anchors: names of tensors that every such model has, the most likely first. If none of them exists, but one
+            anchors: names of tensors that every such model has. If none of them exists, but one, the longest first,
                 exists exactly once after a prefix, that prefix is removed from all names that begin with it.
         """
         if any(anchor in self.home for anchor in anchors):
             return
-        for anchor in anchors:
+        for anchor in sorted(anchors, key=len, reverse=True):
             found = [name.removesuffix(anchor) for name in self.home if name.endswith(f".{anchor}")]
             if len(found) == 1:
                 strip = lambda names, prefix=found[0]: {name.removeprefix(prefix): x for name, x in names.items()}

@@ -12,6 +12,7 @@ from jax import Array
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.options import Layer
 from decodax.models.compressed.attention import SharedKeyAttention
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.latent.attention import LatentAttention
@@ -40,7 +41,7 @@ class DecoderLayer(nnx.Module):
         self.attn_in = norm(block != "post" and attends)
         self.attn = self._mixer(layer, rngs) if attends else None
         self.beside = recurrent_block(c, layer.recurrent, rngs) if (
-            layer.beside and layer.recurrent and layer.shared_key is None) else None
+            layer.beside and layer.recurrent and not isinstance(layer.recurrent, Pooling)) else None
         self.attn_out = norm(block in ("post", "sandwich") and attends, after)
         apart = layer.experts is not None and layer.experts.branch_norms
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)

@@ -13,7 +13,7 @@ from decodax.cache import LinearRule
 from decodax.common.arguments import check_counts
 from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
-from decodax.models.recurrent.options import RecurrentBlocks
+from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
 from decodax.models.rope import Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -111,7 +111,8 @@ class Layer:
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
             the rotated part of a head, or `Latent.plain`. With an indexer it takes neither, too, and the layer may read
-            the latents of an earlier one (`reads`). None: keys and values for each head.
+            the latents of an earlier one (`reads`) or, with a `Pooling` as `recurrent` and `beside`, choose groups of
+            tokens by pooled index keys. None: keys and values for each head.
         shared_key: attention with one head of keys that are the values, too. It takes a rope, a sliding window and
             sinks; with a `Pooling` as `recurrent` and `beside`, queries also attend to pooled keys. None: see above.
         output_gate: multiplies the attention's output by a function of the layer's input; None: no gate.
@@ -150,19 +151,27 @@ class Layer:
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None
+        pool = self.recurrent if isinstance(self.recurrent, Pooling) else None
+        pools, grouped = pool is not None, chosen and pool is not None and self.beside and self.reads is None
+        if pools and self.shared_key is None and not grouped:
+            raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, or latents of its own "
+                             "with an indexer")
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
-                                    sinks=False, output_gate=None, reads=None if chosen else self.reads) != Layer())):
+                                    sinks=False, output_gate=None, reads=None if chosen else self.reads,
+                                    recurrent=None if grouped else self.recurrent,
+                                    beside=self.beside and not grouped) != Layer())):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
                              "(plain), of the other options scale, experts, query_scale, sinks and output_gate, and "
-                             "with an indexer reads and no such width")
-        pools = isinstance(self.recurrent, Pooling)
-        if (pools and self.shared_key is None) or (self.shared_key is not None and (
+                             "with an indexer reads, or a Pooling beside, and no such width")
+        if pool is not None and self.latent is not None and self.latent.indexer is not None:
+            self.latent.indexer.check_groups(pool)
+        if self.shared_key is not None and (
                 self.rope is None or self.rope.chunks is not None or self.sliding is None or not self.sinks
                 or pools != self.beside or (self.recurrent is not None and not pools) or dataclasses.replace(
                     self, shared_key=None, rope=None, sliding=None, sinks=False, experts=None, recurrent=None,
-                    beside=False) != Layer())):
+                    beside=False) != Layer()):
             raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
                              "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
@@ -170,7 +179,7 @@ class Layer:
             raise ValueError("recurrent: cannot be combined with options of attention")
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
-        if self.beside and (self.recurrent is None or self.half is not None or self.latent is not None):
+        if self.beside and (self.recurrent is None or self.half is not None or (self.latent is not None and not pools)):
             raise ValueError("beside: takes a layer with a recurrent block, both halves and no latent")
         if self.half == "mlp" and dataclasses.replace(self, half=None, experts=None, block=None) != Layer():
             raise ValueError("half: got 'mlp' with options of attention, takes none")
@@ -191,6 +200,17 @@ class Layer:
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
+
+    @property
+    def state_kind(self) -> type | None:
+        """The kind of the recurrent block; None without one. Pooled keys go with a gated delta rule in other layers."""
+        kind = None if self.recurrent is None else type(self.recurrent)
+        return GatedDelta if kind is Pooling else kind
+
+    @property
+    def reading(self) -> bool:
+        """True if the layer uses the keys and values, or the attention weights, of an earlier one."""
+        return self.reads is not None or self.echoes is not None
 
     @property
     def chosen_before(self) -> bool:

@@ -14,13 +14,16 @@ LAYER = {"attn_in": "attn_norm", "mlp_in": "ffn_norm", "mlp.router": "ffn.gate",
              ("pool.index_q", "indexer.wq_b"), ("pool.index_weigh", "indexer.weights_proj"))},
          **{f"mlp.shared.{ours}": f"ffn.shared_experts.{theirs}" for ours, theirs in PARTS}}
 HYPER = ("fn", "base", "scale")
+HALVES = {f"{ours}.{part}": f"{theirs}_{part}" for ours, theirs in (("attn_hc", "hc_attn"), ("mlp_hc", "hc_ffn"))
+          for part in HYPER}
+"""The shares of hyper-connections for the halves of a layer."""
+
 DEEPSEEK_V4: dict[str, Any] = {
     "layer": LAYER, "experts": {f"mlp.{ours}": f"ffn.experts.{{expert}}.{theirs}" for ours, theirs in PARTS},
     "stem": "", "embed": "embed", "head": "head", "correction": "ffn.gate.bias",
     "extra": {"attn.sinks": "attn.attn_sink", "mlp.hashed": "ffn.gate.tid2eid", "attn.pool.bias": "attn.compressor.ape",
               "attn.pool.index_bias": "attn.indexer.compressor.ape",
-              **{f"{ours}.{part}": f"{theirs}_{part}" for ours, theirs in (
-                  ("attn_hc", "hc_attn"), ("mlp_hc", "hc_ffn")) for part in HYPER}},
+              **HALVES},
     "outside": {f"streams.{part}": f"hc_head_{part}" for part in HYPER},
     # Directories that transformers has saved have some of its own names outside of layers, and one norm renamed.
     "variants": (("model.hc_head.hc_fn", {

@@ -115,21 +115,29 @@ def _glm_moe_dsa(c: Json) -> DecoderConfig:
 def _chosen(c: Json, found: DecoderConfig, interleaved: bool) -> DecoderConfig:
     """Returns a decoder some of whose layers share the choice of tokens, as the entries `c` say. `interleaved`: see
     `Indexer`."""
-    count, kinds, pattern = c["num_hidden_layers"], c.get("indexer_types"), c.get("index_topk_pattern")
-    if kinds is None and pattern is not None:
-        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
-    if kinds is None:
-        period, offset = c.get("index_topk_freq", 1), c.get("index_skip_topk_offset", 2)
-        kinds = ["shared" if max(i - offset + 1, 0) % max(period, 1) else "full" for i in range(count)]
-    if len(kinds) < count or kinds[0] == "shared":
-        raise ValueError(f"indexer_types, index_topk_pattern: got {kinds} for num_hidden_layers = {count}, takes "
-                         "'full' or 'shared' for each layer, and 'full' for the first")
+    kinds = indexer_kinds(c)
+    if kinds[0] == "shared":
+        raise ValueError(f"indexer_types, index_topk_pattern: got {kinds}, takes 'full' for the first layer")
     layers = list(found.layers)
     for i, layer in enumerate(layers):
         assert layer.latent is not None and layer.latent.indexer is not None
         own = dataclasses.replace(layer.latent.indexer, interleaved=interleaved, shared=kinds[i] == "shared")
         layers[i] = dataclasses.replace(layer, latent=dataclasses.replace(layer.latent, indexer=own))
     return dataclasses.replace(found, layers=tuple(layers))
+
+
+def indexer_kinds(c: Json) -> list[str]:
+    """Returns for each layer "full" if it chooses tokens, or "shared" if it takes the choice of an earlier layer."""
+    count, kinds, pattern = c["num_hidden_layers"], c.get("indexer_types"), c.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        period, offset = c.get("index_topk_freq", 1), c.get("index_skip_topk_offset", 2)
+        kinds = ["shared" if max(i - offset + 1, 0) % max(period, 1) else "full" for i in range(count)]
+    if len(kinds) < count:
+        raise ValueError(f"indexer_types, index_topk_pattern: got {kinds} for num_hidden_layers = {count}, takes "
+                         "'full' or 'shared' for each layer")
+    return list(kinds)
 
 
 def _sigmoid(c: Json, indexer: Indexer | None = None, glu: ClippedSwiGLU | None = None) -> DecoderConfig:

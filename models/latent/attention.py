@@ -19,6 +19,9 @@ With a lightning indexer (`decodax.models.latent.shape.Indexer`) a query attends
 stores `[c, r, i]` with the token's index key `i`, and all windows take the absorbed form, whose queries are zero on the
 entries of `i`. Layers that read the latents of another one (Mistral Large 4) add their own index keys to its entries,
 `[c, r, i, j, ...]`; each chooses by one of them.
+
+Tokens of a group may have one index key together (GLM-5.3 Flash). It is stored with the group's last token, as in
+`decodax.models.compressed.pooling`, and `i` is zero at the others.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from decodax.cache.entry import KVEntry
 from decodax.core.capabilities import AttendsAlone
 from decodax.core.window import Window
 from decodax.models.blocks.options import Layer
+from decodax.models.compressed.options import Pooling
+from decodax.models.compressed.pooling import PoolWalk
 from decodax.models.config import DecoderConfig, NormConfig
-from decodax.models.layers import STD, Linear, Norm, optional
+from decodax.models.layers import STD, Linear, Norm, optional, weight
 from decodax.models.packed import whole
 from decodax.models.rope import rotate, rotate_last
-from decodax.pallas_kernels.window_attention import TopKeys, merge, window_attention_lse, with_sinks
+from decodax.pallas_kernels.window_attention import TopGroups, TopKeys, merge, window_attention_lse, with_sinks
 
 
 class LatentAttention(nnx.Module):
@@ -75,9 +80,9 @@ class LatentAttention(nnx.Module):
         scale = self.c.head_dim ** -0.5 if scale is None else scale
         options: dict[str, Any] = dict(scale=scale) if self.sinks is None else dict(scale=scale, sinks=self.sinks[...])
         if self.layer.latent is not None and self.layer.latent.indexer is not None:
-            key, chooser = self._chosen(index, x, narrow, tables)
+            key, chooser, ring = self._chosen(index, x, narrow, tables, attend)
             out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], bias=chooser, **options)
-            return self._projected(x, self.values(out)), entry
+            return self._projected(x, self.values(out)), entry if ring is None else (entry, ring)
         key = self._keys(x, tables)
         if isinstance(attend, Expanding):
             out, entry = attend.expanded(index, self, q, key, **options)
@@ -94,14 +99,20 @@ class LatentAttention(nnx.Module):
             out = out * gate.reshape(*out.shape[:3], -1)
         return self.o(out.reshape(*x.shape[:2], -1))
 
-    def _chosen(self, index: int, x: Array, narrow: Array, tables: dict[Any, Any]) -> tuple[Array, TopKeys]:
+    def _chosen(self, index: int, x: Array, narrow: Array, tables: dict[Any, Any], attend: Any
+                ) -> tuple[Array, TopKeys | TopGroups, Any]:
         """Returns the latents of the layer, or of that which it reads, with rotated and index keys, `f[B, W, 1, d]`,
-        and the choice among them. Layer `index` leaves in `tables` what layers after it may share: its choice under
-        "indexer", and the parts of keys under the index of the layer that computes the latents."""
-        c, source = self.c, index if self.layer.reads is None else self.layer.reads
+        the choice among them, and the entry of pooled index keys, if the layer computes such. Layer `index` leaves in
+        `tables` what layers after it may share: its choice under "indexer", and the parts of keys under the index of
+        the layer that computes the latents."""
+        c, source, ring = self.c, index if self.layer.reads is None else self.layer.reads, None
         if self.indexer is not None:
-            tables["indexer"] = index, self.indexer.key(x, tables)[:, :, None], self.indexer.chooser(x, narrow, tables)
-        lead, own, choice = tables["indexer"]
+            own, every = self.indexer.key(x, tables), None
+            if self.indexer.pool is not None:
+                own, ring = attend(index, None, None, None, walk=self.indexer.pool.walk(own, x, tables))
+                every = self.indexer.pool.rule.every
+            tables["indexer"] = index, own[:, :, None], self.indexer.chooser(x, narrow, tables), every
+        lead, own, choice, every = tables["indexer"]
         parts = tables["latents", source] if self.kv_a is None else {None: self._keys(x, tables)}
         tables["latents", source] = parts = {**parts, lead: own}
         # The cache has the index keys of later layers, too. In the window they are not known yet, and nothing reads
@@ -110,8 +121,11 @@ class LatentAttention(nnx.Module):
         keys = [parts.get(i, jnp.zeros_like(own)) for i in stored]
         before = parts[None].shape[-1] + own.shape[-1] * stored.index(lead)
         after = own.shape[-1] * (len(stored) - 1 - stored.index(lead))
+        key = jnp.concatenate([parts[None], *keys], -1)
+        if every is not None:
+            return key, TopGroups(choice, before, every), ring
         queries = jnp.pad(choice.queries, ((0, 0),) * 3 + ((before, after),))
-        return jnp.concatenate([parts[None], *keys], -1), dataclasses.replace(choice, queries=queries)
+        return key, dataclasses.replace(choice, queries=queries), ring
 
     def _narrow(self, x: Array) -> Array:
         """Returns what the queries are computed from: their latent, or the residual stream."""
@@ -200,6 +214,7 @@ class IndexerPart(nnx.Module):
         self.k_norm = norm(rule.width, None)
         self.growth = LogScale(rule.heads, None) if latent.log_scale else None
         self.weigh = Linear(rngs, (c.width, rule.heads), ("embed", None), False)
+        self.pool = IndexPool(c, layer.recurrent, rngs) if isinstance(layer.recurrent, Pooling) else None
 
     def _turned(self, x: Array, tables: dict[Any, Any]) -> Array:
         if self.rope is None:
@@ -225,7 +240,24 @@ class IndexerPart(nnx.Module):
         queries = queries if self.growth is None else self.growth(queries, tables[None])
         queries = self._turned(queries, tables)
         weights = self.weigh(x).astype(jnp.float32) * (rule.heads * rule.width) ** -0.5
-        return TopKeys(queries, weights, rule.top)
+        return TopKeys(queries, weights, rule.top if self.pool is None else rule.top // self.pool.rule.every)
+
+
+class IndexPool(nnx.Module):
+    """The shares with which the index keys of the tokens of a group are added to that of the group: a softmax over the
+    tokens, for each channel, of a projection of the token and a number for its place in the group."""
+
+    def __init__(self, c: DecoderConfig, rule: Pooling, rngs: nnx.Rngs):
+        self.rule = rule
+        # Files have it as it is here, beside linear layers that are turned.
+        self.scores = weight(rngs, (rule.width, c.width), (None, "embed"))
+        self.bias = nnx.Param(jnp.zeros((rule.every, rule.width)), axes=(None, None))
+
+    def walk(self, keys: Array, x: Array, tables: dict[Any, Any]) -> PoolWalk:
+        """Returns what makes the index keys of groups, from those of tokens, `f[B, W, width]`, the layer's normalised
+        inputs `x`, `f[B, W, D]`, and the result of `Decoder.tables`."""
+        scores = x @ self.scores[...].astype(x.dtype).T
+        return PoolWalk(self.rule, (jnp.concatenate([keys, scores], -1),), self.bias[...], tables[None])
 
 
 class Expanding:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from decodax.models.compressed.names import HALVES
+from decodax.models.recurrent.names import KIMI, STACKED, TAPS
 
 PARTS = ("gate", "up", "down")
 OWN = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -74,11 +78,25 @@ HY4: dict[str, Any] = {
           for start, inner in PLACES))}
 """Tensor names of Hunyuan Hy4."""
 
+# The gated delta rule of Kimi Linear, and the hyper-connections of DeepSeek V4.
+GLM: dict[str, Any] = {
+    **MLA, "layer": {**{ours: name for ours, name in KIMI["layer"].items() if not ours.startswith("mlp.")},
+                     **MLA["layer"]},
+    "extra": {**KIMI["extra"], **HALVES, "attn.indexer.pool.scores": "self_attn.indexer.index_kpool_compress_gate",
+              "attn.indexer.pool.bias": "self_attn.indexer.index_kpool_compress_ape"}}
+GLM["variants"] = (("forget_gate.A_log", {
+    "fused": (*MLA["fused"], ("mlp.gate", "mlp.up"), TAPS), "grouped": False,
+    "repeated": {MLA["fused"][0]: "heads"}, "experts": STACKED,
+    "layer": {ours: re.sub(r"\.(f_[ab]_proj)", r".forget_gate.\1", name) for ours, name in GLM["layer"].items()},
+    "extra": {**GLM["extra"], **dict.fromkeys(TAPS, "self_attn.conv1d.weight"),
+              **{f"attn.{x}": f"self_attn.forget_gate.{x}" for x in ("A_log", "dt_bias")},
+              **{ours: re.sub(r"hc_(\w+)_(\w+)", r"\1_hc.\2", name) for ours, name in HALVES.items()}}}),)
+
 NAMES: dict[str, dict[str, Any]] = {
     "hy_v4": HY4, "hy_v4_vl_text": HY4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
                     MLA),
-    "mistral4": MISTRAL,
+    "glm5_next_text": GLM, "mistral4": MISTRAL,
     "mistral_large4_text": {
         **MISTRAL, "further": ("mtp_dspark.",), "outside": {"rope_factors": "rotary_emb.alpha"},
         "layer": {**MLA["layer"], "attn.indexer.q_in": "self_attn.indexer.q_input_norm"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from decodax.common.arguments import check_counts
+from decodax.models.compressed.options import Pooling
 from decodax.models.rope import Rope
 
 
@@ -16,7 +17,9 @@ class Indexer:
     Every token has one index key, of which the first `Layer.rope.width` entries are rotated (none in a layer without a
     rope; with `last` the last ones), and each query several index queries with weights, from which `TopKeys` computes
     scores. Layers may share one choice of tokens (GLM-5 of Z.ai, 2026): a layer without an indexer of its own takes the
-    choice of the nearest layer before it that has one.
+    choice of the nearest layer before it that has one. In a layer with a `Pooling` the tokens of each group have one
+    index key, a learned mean of their keys, and a query attends to the groups with the highest scores and to the tokens
+    after the last whole group (GLM-5.3 Flash).
 
     Attributes:
         heads: number of index queries of a token.
@@ -39,6 +42,16 @@ class Indexer:
 
     def __post_init__(self) -> None:
         check_counts(self, "heads", "width", "top")
+
+    def check_groups(self, rule: Pooling) -> None:
+        """Checks the options of the groups of tokens that the indexer chooses.
+
+        Raises:
+            ValueError: they do not go with those of the indexer.
+        """
+        if self.shared or rule.overlap or rule.index or rule.width != self.width or self.top % rule.every:
+            raise ValueError(f"indexer: got {self} with {rule}, takes one that is not shared, as wide as the pooled "
+                             "keys, a top that is a multiple of the number of tokens of a group, no overlap, no index")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ def recurrent_block(c: DecoderConfig, rule: RecurrentBlocks, rngs: nnx.Rngs) -> 
         case SelectiveScan():
             return SelectiveScanBlock(c, rule, rngs)
         case Pooling():
-            raise ValueError("recurrent: got a Pooling, takes a layer with shared_key for it")
+            raise ValueError("recurrent: got a Pooling, takes a layer with shared_key or an indexer for it")
     return DeltaBlock(c, rule, rngs)
 
 

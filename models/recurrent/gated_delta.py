@@ -1,6 +1,6 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh, 2024), in place of a layer's attention: Qwen3-Next, Qwen3.5, OLMo
 Hybrid. And Kimi Delta Attention (Kimi Team, 2025), in which each channel of a key has a decay of its own: Kimi Linear,
-Ling 3.
+Ling 3, GLM-5.3 Flash.
 
 Queries, keys and values go through a short causal convolution and SiLU; queries and keys are then divided by their
 length. For each head with a state `S`,
@@ -10,7 +10,7 @@ length. For each head with a state `S`,
 with a decay `g = -A softplus(a + dt)` and a rate `b`, the sigmoid of a projection; `a`, `b` and the gate `z` are
 projections of the layer's input. Several heads of values share the queries and keys of one head. In Kimi Delta
 Attention `a` has an entry for each channel of a key, `a` and `z` may be products with two matrices, and the gate is the
-sigmoid of `z`. In Ling 3 the decay has a lower bound, `g = floor sigmoid(A (a + dt))`.
+sigmoid of `z`. In Ling 3 and GLM-5.3 Flash the decay has a lower bound, `g = floor sigmoid(A (a + dt))`.
 
 A state has `N P` numbers, and a node of a draft the `N + P` of its key and of the value that it writes. Windows, chains
 and trees, are computed by matrix products and one triangular system, and prompts in chunks of them: see
@@ -51,7 +51,7 @@ class DeltaBlock(nnx.Module):
         self.q_taps, self.k_taps, self.v_taps = (weight(rngs, (rule.conv, 1, size), (None, None, axis))
                                                  for size in (keys, keys, values))
         speeds = jnp.log(jnp.linspace(1.0, 16.0, heads))
-        self.A_log = nnx.Param(speeds[:, None], axes=(axis, None)) if rule.rank else nnx.Param(speeds, axes=(axis,))
+        self.A_log = nnx.Param(speeds, axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones(decays), axes=(axis,))
         self.y_norm = Norm(NormConfig(eps=rule.eps), (rule.value_dim,), (None,))
         self.out = Linear(rngs, (values, c.width), (axis, "embed"), False, STD / (2 * len(c.layers)) ** 0.5)

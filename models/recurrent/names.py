@@ -69,7 +69,7 @@ KIMI: dict[str, Any] = {
     "experts": {f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}"
                 for part, i in (("gate", 1), ("up", 3), ("down", 2))},
     "correction": "block_sparse_moe.gate.e_score_correction_bias", "fused": (KEYS_VALUES,),
-    "grouped": True, "padded": {"attn.A_log": 2},
+    "grouped": True, "padded": {"attn.A_log": (2, 1)},
     "extra": {"attn.A_log": "self_attn.A_log", "attn.dt_bias": "self_attn.dt_bias",
               **{f"attn.{x}_taps": f"self_attn.{x}_conv1d.weight" for x in "qkv"}}}
 

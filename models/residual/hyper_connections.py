@@ -80,17 +80,19 @@ class HyperEnds(nnx.Module):
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         assert isinstance(c.streams, HyperConnections)
-        self.options, n = c.streams, c.streams.count
-        self.fn = weight(rngs, (n, n * c.width), (None, None))
-        self.base = nnx.Param(jnp.zeros(n), axes=(None,))
-        self.scale = nnx.Param(jnp.ones(1), axes=(None,))
+        self.options, n, learned = c.streams, c.streams.count, c.streams.joined == "shares"
+        self.fn = weight(rngs, (n, n * c.width), (None, None)) if learned else None
+        self.base = nnx.Param(jnp.zeros(n), axes=(None,)) if learned else None
+        self.scale = nnx.Param(jnp.ones(1), axes=(None,)) if learned else None
 
     def split(self, x: Array) -> Array:
         """Returns the streams `f[B, W, n, D]` of embeddings `f[B, W, D]`."""
         return jnp.repeat(x[:, :, None], self.options.count, 2)
 
     def join(self, streams: Array) -> Array:
-        """Returns the sum of the streams `f[B, W, n, D]` with learned shares, `f[B, W, D]`."""
+        """Returns the sum of the streams `f[B, W, n, D]` with learned shares, or their mean, `f[B, W, D]`."""
+        if self.fn is None or self.base is None or self.scale is None:
+            return streams.mean(2)
         found = _projected(streams, self.fn[...], self.options.norm_eps)
         shares = jax.nn.sigmoid(found * self.scale[...].astype(jnp.float32) + self.base[...].astype(jnp.float32))
         return _summed(shares + self.options.eps, streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from decodax.common.arguments import check_counts
 
@@ -40,6 +41,8 @@ class HyperConnections:
         eps: added to shares and sums.
         norm_eps: added to the mean square of all streams, by whose root they are divided before shares are computed.
         magnitude: upper bound of the shares of a half's output that are added to streams, without `eps`.
+        joined: the streams after the last layer are added with learned shares ("shares"), or their mean is taken
+            ("mean", GLM-5.3 Flash).
     """
 
     count: int
@@ -47,6 +50,7 @@ class HyperConnections:
     eps: float = 1e-6
     norm_eps: float = 1e-6
     magnitude: float = 2.0
+    joined: Literal["shares", "mean"] = "shares"
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "iterations")

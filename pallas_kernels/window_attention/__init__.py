@@ -9,6 +9,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     window_attention_lse,
 )
 from decodax.pallas_kernels.window_attention.biases import Added, Bias, FixedBias, by_position
+from decodax.pallas_kernels.window_attention.groups import TopGroups
 from decodax.pallas_kernels.window_attention.merging import merge, with_sinks
 from decodax.pallas_kernels.window_attention.pooled import PooledKeys
 from decodax.pallas_kernels.window_attention.reference import BLOCK, whole_blocks
@@ -23,6 +24,7 @@ __all__ = [
     "KeyChoice",
     "PooledKeys",
     "TopBlocks",
+    "TopGroups",
     "TopKeys",
     "by_position",
     "merge",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
+from decodax.pallas_kernels.window_attention.groups import ends, grouped
 from decodax.pallas_kernels.window_attention.selection import CachedKeys, ChosenKeys, TopKeys
 
 NearPart = tuple[Array, Array, int | None]
@@ -41,29 +41,6 @@ class PooledKeys:
     sliding: int | None = None
     index: TopKeys | None = None
 
-    def ends(self, positions: Array) -> Array:
-        """Returns True for positions at which a group ends."""
-        return (positions >= 0) & ((positions + 1) % self.every == 0)
-
-    def groups(self, cached: CachedKeys) -> CachedKeys | None:
-        """Returns the groups in a cache as a cache with a slot for each, whose key is the pooled one; None if the cache
-        has no room for a group. In the result `held` has numbers of groups."""
-        m, (B, G, page, D), table, held = self.every, cached.cache.shape, cached.table, cached.held
-        count = cached.slots // m
-        if not count:
-            return None
-        if table is None:
-            # A view: the last token of a group has the last channels of its slot.
-            view, start = cached.cache[:, :, :count * m].reshape(B, G, count, m * D), (m - 1) * D + self.width
-        else:
-            last = jnp.arange(count, dtype=jnp.int32) * m + m - 1
-            pages = jnp.maximum(table, 0)[:, last // page]
-            view, start = cached.cache[pages, :, last % page, self.width:].swapaxes(1, 2), 0
-        if held is not None:
-            held = held[:, :, m - 1:count * m:m]
-            held = jnp.where(held >= 0, held // m, -1)
-        return CachedKeys(view, jnp.minimum(cached.length // m, count), held, None, None, (start, self.width))
-
     def parts(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None
               ) -> tuple[list[NearPart], list[FarPart]]:
         """Returns the disjoint sets of keys that queries attend to, in the window and in the cache.
@@ -73,8 +50,8 @@ class PooledKeys:
             mask, positions, where, cached: see `KeyChoice.choose`.
         """
         d, pooled, chosen = self.width, k[..., self.width:], None
-        groups = None if cached is None else self.groups(cached)
-        seen = mask & self.ends(where)[:, None]
+        groups = None if cached is None else grouped(cached, self.every, d, d)
+        seen = mask & ends(where, self.every)[:, None]
         if self.index is not None:
             index = pooled[..., d:].swapaxes(1, 2)
             held = None if groups is None or groups.part is None else groups._replace(

@@ -81,6 +81,13 @@ class TopKeys(KeyChoice):
     count: int
 
     def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None) -> ChosenKeys:
+        near, far = self.best(k, mask, cached)
+        own = near[:, None]
+        return ChosenKeys(own, added_by(far), far.any((0, 1))) if far.shape[-1] else ChosenKeys(own)
+
+    def best(self, k: Array, mask: Array, cached: CachedKeys | None) -> tuple[Array, Array]:
+        """Returns the keys that each query chooses among those that it sees: of the window `bool[B, W, K]`, and cached
+        ones `bool[B, W, S]`, without a cache `bool[B, W, 0]`. For the arguments see `KeyChoice.choose`."""
         B, W, N, _ = self.queries.shape
         queries = self.queries.swapaxes(1, 2).reshape(B, 1, N * W, -1)
         near = self._weighed(jnp.einsum("bgqd,bgkd->bgqk", queries, k, preferred_element_type=jnp.float32))
@@ -89,14 +96,8 @@ class TopKeys(KeyChoice):
             found = [self._far(queries, cached), *found]
         scores = jnp.concatenate(found, -1)
         S = scores.shape[-1] - near.shape[-1]
-        keep = _best(scores, self.count)
-
-        def far(_: Array, at: Array) -> Array:
-            at = jnp.broadcast_to(jnp.maximum(at, 0), (B, W, at.shape[2]))
-            return jnp.where(jnp.take_along_axis(keep[..., :S], at, 2), 0.0, MASKED)[:, None]
-
-        own = (mask & keep[..., S:])[:, None]
-        return ChosenKeys(own, far, keep[..., :S].any((0, 1))) if S else ChosenKeys(own)
+        keep = _best(scores, self.count) & (scores > -jnp.inf)
+        return keep[..., S:], keep[..., :S]
 
     def _weighed(self, products: Array) -> Array:
         """Returns index scores `f32[B, W, K]` from products of index queries and keys, `f32[B, 1, N W, K]`."""
@@ -179,6 +180,18 @@ class TopBlocks(KeyChoice):
             return ChosenKeys(kept)
         wanted = jnp.repeat(keep[..., :C].any((0, 1, 2)), size)[:cached.slots]
         return ChosenKeys(kept, lambda _, at: jnp.where(chosen(jnp.maximum(at[:, 0], 0) // size), 0.0, MASKED), wanted)
+
+
+def added_by(chosen: Array, size: int = 1) -> Callable[[Array, Array], Array]:
+    """Returns what a choice adds to the scores of cached keys, as `ChosenKeys.added`; `chosen`, `bool[B, W, C]`, says
+    which blocks of `size` positions are chosen."""
+    B, W, _ = chosen.shape
+
+    def added(_: Array, at: Array) -> Array:
+        at = jnp.broadcast_to(jnp.maximum(at, 0) // size, (B, W, at.shape[2]))
+        return jnp.where(jnp.take_along_axis(chosen, at, 2), 0.0, MASKED)[:, None]
+
+    return added
 
 
 def _ranked(blocks: Array) -> tuple[Array, Array]:

@@ -39,6 +39,7 @@ WITHOUT_EFFECT_HERE = {
        for kind in ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text")},
     # nor does transformers read the number of key/value heads, which is that of heads
     **{kind: {"head_dim", "qk_head_dim", "num_key_value_heads"} for kind in ("hy_v4", "hy_v4_vl_text")},
+    "glm5_next_text": {"qk_head_dim"},
     "bailing_hybrid": {"head_dim", "qk_head_dim", "first_k_dense_replace", "layer_group_size", "rope_theta",
                        "short_conv_kernel_size"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},

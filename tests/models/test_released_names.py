@@ -16,6 +16,12 @@ from tests.models.tiny import saved
 NAMES = {"mistral-large4": (
     {"tok_embeddings.weight", "lerope.alpha", "layers.0.attention.wkv_a_with_mqa.weight", "output.weight",
      "layers.1.experts.0.w1.weight", "vision_language_adapter.w_in.weight"}, "model.language_model.rotary_emb.alpha"),
+    "glm5-next": (
+        {"model.language_model.layers.0.self_attn.A_log", "model.language_model.layers.0.self_attn.q_conv1d.weight",
+         "model.language_model.layers.1.hc_ffn_base", "model.language_model.layers.3.self_attn.f_b_proj.weight",
+         "model.language_model.layers.2.mlp.experts.7.up_proj.weight", "lm_head.weight",
+         "model.language_model.layers.1.self_attn.indexer.index_kpool_compress_ape"},
+        "model.language_model.layers.0.self_attn.forget_gate.A_log"),
     "ling3": ({"model.word_embeddings.weight", "model.layers.0.attention.q_conv1d.weight", "lm_head.weight",
                "model.layers.1.attention.dense.bias", "model.layers.2.mlp.experts.7.up_proj.weight"},
               "model.layers.0.self_attn.forget_gate.A_log"),

@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.models.families.released import released
+from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING
+
 if TYPE_CHECKING:
     import transformers
-
-from tests.models.families.released import released
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -84,14 +85,6 @@ LAGUNA = {**SMALL_WINDOW, "head_dim": 16, "num_experts": 4, "num_experts_per_tok
           "shared_expert_intermediate_size": 20, "moe_routed_scaling_factor": 1.7}
 MUSE = {**SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 3, "rms_norm_eps": 0.05, "post_norm_eps": 0.3,
         "qk_scale_factor": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 2.0}
-MUSE_EYE: dict[str, Any] = {"out_hidden_size": 64, "projector_hidden_size": 16, "vision_config": {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
-    "pos_emb_height": 4, "pos_emb_width": 4}}
-HY4_EYE: dict[str, Any] = {"vision_config": {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
-    "max_image_size": 32, "out_hidden_size": 32}}
-INSIDE = {"muse_glimmer_text": ("muse_glimmer", MUSE_EYE), "hy_v4_vl_text": ("hy_v4_vl", HY4_EYE)}
-"""Decoders that transformers 5.24 has inside a model that sees images alone: that model's type and further options."""
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -242,6 +235,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                            "norm_topk_prob": False}, None),
     "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
     "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
+    **GLM5_NEXT_CASES,
     "deepseek-v4": ("deepseek_v4", {**V4, **rope("yarn", factor=4.0, original_max_position_embeddings=16)}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "hy4": ("hy_v4", {**HY4, "attention_bias": True, **YARN_MSCALE}, None),
@@ -334,7 +328,7 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
          "laguna-channels", "lfm2-bias", "lfm2-moe", "lfm3-plain", "muse-glimmer-ropes", "nemotron-h-dense",
          "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first",
-         "jamba-dense", "mistral-large4-plain", "ling3-plain"}
+         "jamba-dense", "mistral-large4-plain", "ling3-plain", "glm5-next-plain"}
 """Cases that differ little from another one."""
 
 
@@ -345,9 +339,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     entries = {**COMMON, **options, **more}
-    if kind in INSIDE:
-        kind, eye = INSIDE[kind]
-        entries = {"text_config": entries, **copy.deepcopy(eye)}
+    if kind in SEEING:     # transformers 5.24 has it inside a model that sees images alone
+        kind, entries = kind.removesuffix("_text"), {"text_config": entries, **copy.deepcopy(SEEING[kind])}
     config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
@@ -355,14 +348,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     if kind == "mistral4":      # the text part of Mistral Small 4, which transformers 5.24 has under no Auto class
         config._attn_implementation = attention
         model = transformers.Mistral4ForCausalLM(config).eval()
-    elif kind == "mistral_large4_text":     # transformers has a head for it beside an encoder of images alone
-        sight = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-                 "num_attention_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 16}
-        whole = transformers.MistralLarge4Config(text_config=config, vision_config=sight)
-        model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation=attention).eval()
     else:
-        sees = "text_config" in entries
-        auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        auto = getattr(transformers, f"AutoModelFor{'ImageTextToText' if 'text_config' in entries else 'CausalLM'}")
         model = auto.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():

@@ -78,7 +78,7 @@ def case(name: str) -> Case:
             seen = [x.numpy() for x in found.pooler_output]
             layers = [[x.numpy() for x in layer] for layer in getattr(found, "deepstack_features", None) or []]
             deep = [np.stack([layer[i] for layer in layers]) for i in range(len(row))] if layers else []
-        elif row and name == "minimax-m3":
+        elif row and name in ("glm5-next", "minimax-m3"):
             grid, vision = torch.tensor([(1, 4, 4)] * len(row)), reference.config.vision_config
             given |= {"image_grid_thw": grid, "pixel_values": torch.tensor(
                 r.normal(size=(16 * len(row), 6 * vision.patch_size ** 2))).float()}
@@ -104,4 +104,4 @@ def case(name: str) -> Case:
     return Case(reference, lm, prompts, images, arguments)
 
 
-CASES = [*MROPE, "gemma3", "minimax-m3", *PIXTRAL]
+CASES = [*MROPE, "gemma3", "glm5-next", "minimax-m3", *PIXTRAL]

@@ -23,7 +23,8 @@ from decodax.models import Transformer
 from decodax.models.blocks.options import OutputGate
 from decodax.models.families import read_config
 from decodax.models.images import _places, _Sight
-from tests.models.tiny import COMMON, HY4, HY4_EYE, saved
+from tests.models.families.tiny_seeing import HY4_EYE
+from tests.models.tiny import COMMON, HY4, saved
 
 CONFIG: dict[str, Any] = {"model_type": "hy_v4", **COMMON, **HY4}
 
@@ -100,7 +101,7 @@ def test_rows_and_frames_of_images_have_the_positions_of_transformers() -> None:
     """An image of one frame, and one of two, which begins behind it."""
     whole = transformers.AutoConfig.for_model("hy_v4_vl", text_config={
         **COMMON, **HY4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-        **HY4_EYE)
+        vision_config=HY4_EYE)
     model = transformers.AutoModelForImageTextToText.from_config(whole).model
     grids, sizes = [(1, 4, 6), (2, 8, 4)], [2 * 4, 2 * 4 * 3]
     seen, parts = [0] * 3, []

@@ -19,6 +19,8 @@ RELEASED = {key: value for key, value in M3.items() if not key.startswith("index
 INDEX = {"sparse_num_index_heads": 2, "sparse_index_dim": 12, "sparse_block_size": 4, "sparse_topk_blocks": 2,
          "sparse_local_block": 1, "sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True,
          "sparse_disable_index_value": [1, 0, 1], "sparse_attention_freq": [1, 0, 1]}
+FLASH = {**COMMON, "model_type": "glm5_next_text", "num_hidden_layers": 6, "num_key_value_heads": 4}
+OWN = {"num_heads": 2, "head_dim": 6, "short_conv_kernel_size": 3, "gate_lower_bound": -3.0}
 LING = {**COMMON, "model_type": "bailing_hybrid", "num_hidden_layers": 6, "num_key_value_heads": 4}
 LAGUNA = {**COMMON, "model_type": "laguna", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
 MUSE = {**COMMON, "model_type": "muse_glimmer_text", "head_dim": 16}
@@ -30,6 +32,14 @@ PLAIN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GLM5, {"indexer_types": ["full"] * 6, "index_topk_freq": 1, "indexer_rope_interleave": True}),
     ({**GLM5, "index_topk_freq": 3, "index_skip_topk_offset": 1}, {"indexer_types": ["full", "shared", "shared"] * 2}),
     ({**GLM5, "index_topk_freq": 2}, {"index_topk_pattern": "FFSFSF"}),
+    (FLASH, {"layer_types": [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2],
+             "indexer_types": ["full"] * 6, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 3, "head_dim": 0,
+             "qk_rope_head_dim": 0, "index_kpool_always_select_tail": True, "scoring_func": "sigmoid",
+             "num_nextn_predict_layers": 1, "linear_attn_config": {
+                 "full_attn_layers": [4], "kda_layers": [0, 1, 2, 4, 5], "gate_lower_bound": None}}),
+    ({**FLASH, "linear_num_heads": 2, "linear_head_dim": 6, "linear_conv_kernel_dim": 3, "linear_lower_bound": -3.0},
+     {"linear_attn_config": OWN, "linear_num_heads": 7, "linear_lower_bound": None}),
+    ({**FLASH, "linear_lower_bound": None}, {"linear_attn_config": {"safe_gate": False, "gate_lower_bound": None}}),
     (M3, {"use_qk_norm": True, "qk_norm_type": "per_head", "use_gemma_norm": True, "attention_output_gate": False,
           "scoring_func": "sigmoid", "use_routing_bias": True, "n_shared_experts": 1, "hidden_act": "swigluoai",
           "num_mtp_modules": 7, "num_nextn_predict_layers": 1}),
@@ -51,6 +61,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"moe_topk": [2]}, "moe_topk: got 1 entries for num_hidden_layers = 2"),
     ({**COMMON, "model_type": "granite_swa"}, {"layer_rope_theta": [1e4]},
      "layer_rope_theta: got 1 entries for num_hidden_layers = 2"),
+    (FLASH, {"layer_types": ["linear_attention"] * 6}, "layer_types: .* takes one or more 'indexed_attention'"),
+    (FLASH, {"layer_types": ["indexed_attention"]}, "layer_types: .* for each of num_hidden_layers = 6"),
+    (FLASH, {"index_topk": 100}, "index_topk: got 100, takes a multiple of index_kpool = 16"),
+    (FLASH, {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail: got False, supported is True"),
+    (FLASH, {"qk_rope_head_dim": 64}, "qk_rope_head_dim: got 64, takes 0"),
+    (FLASH, {"q_lora_rank": None}, "q_lora_rank: got None, takes the width"),
+    (FLASH, {"indexer_types": ["shared"] * 6}, "got 'shared' for layer 3, takes it for layers with attention right"),
+    (FLASH, {"index_topk_pattern": "FFFS"}, "index_topk_pattern: .* for num_hidden_layers = 6"),
+    (FLASH, {"linear_lower_bound": 1.0}, "linear_lower_bound: got 1.0, takes a number below 0"),
+    (FLASH, {"linear_attn_config": {"safe_gate": False}}, "safe_gate: got False with gate_lower_bound = -5.0"),
+    (FLASH, {"linear_attn_config": {"kda_layers": [0, 1]}}, r"linear_attn_config.kda_layers: got \[0, 1\], takes"),
+    (FLASH, {"topk_method": "greedy"}, "topk_method: got 'greedy', supported is 'noaux_tc'"),
+    (FLASH, {"num_key_value_heads": 2}, "num_key_value_heads: got 2, supported is 4"),
     (LING, {"num_key_value_heads": 2}, "num_key_value_heads: got 2, supported is 4"),
     (LING, {"hidden_act": "gelu"}, "hidden_act: got 'gelu', supported is 'silu'"),
     (LING, {"kda_lower_bound": 1.0}, "kda_lower_bound: got 1.0, takes a number below 0"),

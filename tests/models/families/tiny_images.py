@@ -7,19 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.tiny import (
-    COMMON,
-    DELTA,
-    GEMMA4,
-    HY4,
-    HY4_EYE,
-    LARGE,
-    MINIMAX_M3,
-    MUSE,
-    MUSE_EYE,
-    SHARED,
-    SMALL_WINDOW,
-)
+from tests.models.families.tiny_seeing import GLM5_NEXT, GLM_EYE, HY4_EYE, MUSE_EYE
+from tests.models.tiny import COMMON, DELTA, GEMMA4, HY4, LARGE, MINIMAX_M3, MUSE, SHARED, SMALL_WINDOW
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}
@@ -89,8 +78,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
                                                  "num_attention_heads": 2, "image_size": 32, "patch_size": 4},
                    {"projector_hidden_size": 32, "image_token_index": 96}, "language_model.model.layers."),
     "hy4-vl": ("hy_v4_vl", {**HY4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                       "mrope_section": [2, 1, 1]}}, HY4_EYE["vision_config"],
+                                                       "mrope_section": [2, 1, 1]}}, HY4_EYE,
                {"image_token_id": 96, "video_token_id": 95}, "model.layers."),
+    "glm5-next": ("glm5_next", GLM5_NEXT, GLM_EYE, {"image_token_id": 96}, "model.language_model.layers."),
     "muse-glimmer": ("muse_glimmer", MUSE, MUSE_EYE["vision_config"], {
         "image_token_id": 96, "video_token_id": 95, "out_hidden_size": 64, "projector_hidden_size": 16},
                      "model.language_model.layers."),

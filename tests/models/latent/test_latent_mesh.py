@@ -7,6 +7,7 @@ from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.meshes import mesh_of, same_tokens, spread
+from tests.models.families.tiny_seeing import GLM5_NEXT
 from tests.models.latent.test_latent import CONFIG
 from tests.models.tiny import COMMON, HY4, LARGE
 
@@ -17,11 +18,15 @@ SHARED = {**CONFIG, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shar
           "index_head_dim": 12, "index_topk": 4}
 READ = {**COMMON, **LARGE, "model_type": "mistral_large4_text", "vocab_size": 61}
 SINKS = {**COMMON, **HY4, "model_type": "hy_v4", "vocab_size": 61}
+GROUPS = {**COMMON, **GLM5_NEXT, "model_type": "glm5_next_text", "vocab_size": 61, "num_hidden_layers": 3,
+          "layer_types": ["indexed_attention", "indexed_attention", "linear_attention"],
+          "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["sparse", "dense", "dense"]}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("config", [CONFIG, SHARED, READ, SINKS], ids=["all", "chosen", "read", "sinks"])
+@pytest.mark.parametrize("config", [CONFIG, SHARED, READ, SINKS, GROUPS],
+                         ids=["all", "chosen", "read", "sinks", "groups"])
 def test_a_mesh_gives_the_tokens_of_one_device(kind, config):
     model = Transformer(read_config(config))
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
