@@ -154,14 +154,15 @@ class Options:
     mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
                                "padding token; any-subset: if that ends texts, one that the data does not have)", None,
                                "drafter tune")
-    distill: float = _option("hamburger: weight of the KL divergence from the model before the training", 0.0, "tune")
+    distill: float = _option("hamburger: weight of the KL divergence from the model before the training; --joint: its "
+                             "share of the target's loss", 0.0, "drafter tune")
     fork: str | None = _option("apar: name or id of the control token [Fork] (default: an unused one)", None, "tune")
     child: str | None = _option("apar: name or id of [Child] (default: an unused one)", None, "tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
-    lora: int | None = _option("dparallel: train an adapter of this rank in place of all weights", None, "tune",
-                               metavar="RANK")
+    lora: int | None = _option("dparallel, --joint: train an adapter of this rank in place of all weights", None,
+                               "drafter tune", metavar="RANK")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "
@@ -181,6 +182,18 @@ class Options:
                                 "quarter of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
+    layers: int | None = _option("its decoder layers, or residual blocks of medusa and hydra (default: that of the "
+                                 "method, as below)", only="drafter")
+    mlp: int | None = _option("width of the MLPs of its layers, or units of a head of blockwise-parallel and mumo",
+                              only="drafter")
+    above: int | None = _option("mixture-of-attentions: the target's last layers that run after it", only="drafter")
+    joint: bool = _option("medusa, blockwise-parallel: train the target, too", False, "drafter")
+    head_weight: float | None = _option("--joint: weight of the heads' losses (default: medusa 0.2, else 1)",
+                                        only="drafter")
+    target_rate: float | None = _option("--joint: learning rate of the target, relative to --peak (default: medusa "
+                                        "0.25, else 1)", only="drafter")
+    heads_alone: int | None = _option("--joint: first steps in which the heads learn alone (default: medusa 200, else "
+                                      "0)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=tuple(STAGES))
@@ -251,6 +264,13 @@ class Options:
             raise ValueError(f"keep: got {self.keep}; it takes a share of the tokens, above 0 and at most 1")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
+        joint = {n: getattr(self, n) for n in ("head_weight", "target_rate", "heads_alone")}
+        if self.recipe == "drafter" and not self.joint and (
+                wrong := [n for n, x in {**joint, "lora": self.lora, "distill": self.distill or None}.items()
+                          if x is not None]):
+            raise ValueError(f"{wrong[0]}: got {getattr(self, wrong[0])!r} without --joint, takes the default")
+        if self.joint and self.keep_features:
+            raise ValueError("keep_features: got True with --joint, which changes the target; takes False")
         made = known[preset]
         given = {"weight_decay": 0.1, "optimizer": "adamw", **made.options}
         if self.stage in STAGES:
