@@ -47,7 +47,7 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
     "lud": {}, "s3d": {}, "hamburger": {}, "apar": {}, "scheduled-sampling": dict(answers=256),
-    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {},
+    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {}, "distillation": {},
     "dparallel": dict(answers=256, peak=3e-5), "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
@@ -124,8 +124,9 @@ class Options:
         "wrong guesses, for Jacobi decoding (msn, cllm); several tokens at masks (space), also without the middle "
         "layers (s3d), or units at placeholders (lud); groups of tokens at one place (hamburger); to fork for details "
         "(apar); after the model's own tokens; the best of its samples (mbr); a sure end (nmst); heads that predict "
-        "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion model's answers to be surer of "
-        "them (dparallel), or a filter that knows if it is right (learn2pd)", only="tune", choices=tuple(TUNED))
+        "temperature and top-p (autodeco); tokens in gaps (any-subset); what a --teacher predicts (distillation); a "
+        "diffusion model's answers to be surer of them (dparallel), or a filter that knows if it is right (learn2pd)",
+        only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus; '
                                     "specdec needs pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
@@ -209,11 +210,12 @@ class Options:
     seed: int = _option("seed of weights, data and noise", 0)
     dtype: str = _option("type of the computation; master weights are float32", "float32",
                          "lm diffusion drafter tune", choices=("float32", "bfloat16"))
-    teacher: str | None = _option("directory of a model to distil from; its tokenizer is used", only="lm")
-    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm")
+    teacher: str | None = _option("directory (distillation: or name, or GGUF file) of a model to distil from; its "
+                                  "tokenizer is used", only="lm tune")
+    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm tune")
     reference: str | None = _option("directory of a model of the same size that was distilled before; the KL then "
-                                    "counts only where the model can still learn (AdaSPEC)", only="lm")
-    keep: float = _option("share of the tokens that counts with --reference", 0.4, "lm")
+                                    "counts only where the model can still learn (AdaSPEC)", only="lm tune")
+    keep: float = _option("share of the tokens that counts with --reference", 0.4, "lm tune")
     corpus: Path | None = _option("directory of .py files (default: this interpreter's standard library)",
                                   only="lm diffusion drafter")
     optimizer: str | None = _option("muon moves kernels by orthogonalised momentum", only="diffusion",
