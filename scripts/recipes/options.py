@@ -128,8 +128,9 @@ class Options:
         "diffusion model's answers to be surer of them (dparallel), or a filter that knows if it is right (learn2pd)",
         only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
-                                    '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus; '
-                                    "specdec needs pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
+                                    '"text"} or {"text"} in a line, or plain text; or python-docs, the topics of '
+                                    "help(), or python-questions on them (default of drafter: --corpus; specdec needs "
+                                    "pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
     own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
@@ -241,6 +242,8 @@ class Options:
     output: Path | None = _option("directory of checkpoints and metrics.jsonl (default: runs/PRESET[-STAGE])",
                                   decides=False)
     export: Path | None = _option("directory of the finished model (default: OUTPUT/model)", decides=False)
+    plot: Path | None = _option("file of a plot of loss, acceptance and held-out figures by step (PNG, SVG or PDF)",
+                                decides=False)
     minutes: float | None = _option("time budget; the number of steps follows from the measured speed", None,
                                     "lm diffusion drafter", False)
     decay_share: float = _option("share of a time budget that the decay takes", 0.4, "lm diffusion drafter", False)

@@ -17,12 +17,14 @@ import pytest
 
 import decodax as dx
 from decodax.io.saving import save_encoder_decoder
+from decodax.io.text import Tokenizer
 from decodax.jobs.own_chats import question_prompt, write_chats
 from decodax.models import EncoderDecoder, EncoderText
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.train.drafting.systems import SYSTEMS
 from decodax.train.drafting.texts import examples
 from decodax.train.export import word_tokenizer
+from decodax.train.tuning.examples import read_pairs
 from recipes import run as program
 from recipes.options import PRESETS, Options
 from tests.matrix import often
@@ -61,6 +63,21 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
     assert np.array_equal(out.tokens, plain.tokens)
 
 
+def test_topics_of_pythons_help_are_texts_and_questions_on_them_are_chats(options: Options) -> None:
+    lm = dx.load(options.target)
+    texts = read_pairs([Path("python-docs")], lm)
+    assert len(texts) > 50 and all(prompt is None for prompt, _ in texts) and "assert" in texts[0][1]
+    asked = read_pairs([Path("python-questions")], lm)
+    assert len(asked) > 100 and len({str(prompt) for prompt, _ in asked}) == len(asked)
+    messages, answer = asked[0]
+    assert messages == [{"role": "user", "content": 'What does the Python documentation say about "The assert '
+                                                    'statement"?'}] and answer.startswith("Assert statements")
+    bare = replace(lm, tokenizer=Tokenizer.from_dir(options.target))
+    assert bare.tokenizer is not None
+    bare.tokenizer.chat_templates.clear()
+    assert read_pairs([Path("python-questions")], bare)[0] == (f"{messages[0]['content']}\n\n", answer)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(("system", "lora"), often([("medusa", None)], [
     ("medusa", None), ("medusa", 2), ("blockwise-parallel", None)]))
@@ -68,12 +85,12 @@ def test_a_target_and_its_heads_train_together_and_load_from_one_directory(
         options: Options, system: str, lora: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decodax.train.drafting.measured.NEW", 8)
     own = replace(options, system=system, preset=system, joint=True, lora=lora, heads_alone=3, distill=0.5, loss=None,
-                  output=tmp_path / "whole")
+                  output=tmp_path / "whole", plot=tmp_path / "curves.png")
     whole = program.train(own, console=QUIET)
     run, steps = resumed(own, tmp_path / "killed", 8)
     assert steps == list(range(6, 13)) and same(run.params, whole.params) and same(run.opt, whole.opt)
     losses = [e["loss"] for e in metrics(own.output) if "loss" in e]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     folder, start = own.output / "model", dx.load(options.target, dtype="float32")
     lm = dx.load(folder, dtype="float32")
