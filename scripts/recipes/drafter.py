@@ -55,14 +55,18 @@ ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
+    settings = joint_settings(options.system, options.head_weight, options.target_rate,
+                              options.heads_alone) if options.joint else None
+    size = DrafterSize(options.layers, options.mlp, options.above)
     if options.system == "specdec":
+        size.of_draft_model("specdec", True)
         return next_block.recipe(options, mesh, console)
     lm = target_of(options)
     if options.system not in MASKED and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
                          "no draft model; takes None")
     draft = masked_draft(lm, options.system, options.draft, options.drafts, options.mask, options.loss, options.seed,
-                         options.dtype) if options.system in MASKED else None
+                         options.dtype, size) if options.system in MASKED else None
     frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
     files = list(options.data)
     if options.own_chats:
@@ -76,13 +80,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if options.system == "mumo":
         ids = units_of(lm, text.train, options.draft_vocab or UNITS)
     loss = options.loss or ("hard" if options.joint else None)      # heads learn the text's tokens, as in the papers
-    size = DrafterSize(options.layers, options.mlp, options.above)
     objective: Any = objective_of(options.system, lm, ids, options.drafts, loss, options.dtype, size
                                   ) if draft is None else draft.objective
     key = jax.random.key(options.seed)
-    joint = JointTarget.of(lm, objective, joint_settings(
-        options.system, options.head_weight, options.target_rate, options.heads_alone), options.distill, options.lora,
-        key) if options.joint else None
+    joint = None if settings is None else JointTarget.of(lm, objective, settings, options.distill, options.lora, key)
     rows, length = options.batch or 8, options.length or 256
     batches: Any = corpus.Batches(text.train, rows, length, options.seed, options.keep_features)
     if options.keep_features:

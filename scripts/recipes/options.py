@@ -184,8 +184,8 @@ class Options:
                                 "quarter of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
-    layers: int | None = _option("its decoder layers, or residual blocks of medusa and hydra (default: that of the "
-                                 "method, as below)", only="drafter")
+    layers: int | None = _option("its decoder layers, or residual blocks of medusa and hydra; pard: the "
+                                 "first layers of the target (default: as the method)", only="drafter")
     mlp: int | None = _option("width of the MLPs of its layers, or units of a head of blockwise-parallel and mumo",
                               only="drafter")
     above: int | None = _option("mixture-of-attentions: the target's last layers that run after it", only="drafter")

@@ -7,6 +7,7 @@ import pytest
 
 import decodax as dx
 from decodax.io.drafters import TrainedDrafter
+from decodax.train.drafting.draft_model import masked_draft
 from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
 from tests.laws.cases import VOCABULARY, lm
@@ -78,4 +79,10 @@ def test_sizes_that_a_drafter_does_not_have_are_refused():
     for name, system in fixed:
         with pytest.raises(ValueError, match=f"{name}: got 2, '{system}' takes none: its drafter has a fixed number"):
             objective_of(system, lm("llama"), size=DrafterSize(**{name: 2}))
+    target = lm("llama")
+    with pytest.raises(ValueError, match="mlp: got 8, 'pard' takes none with this draft model"):
+        masked_draft(target, "pard", size=DrafterSize(mlp=8))
+    with pytest.raises(ValueError, match="layers: got 99, takes at most the"):
+        masked_draft(target, "pard", size=DrafterSize(layers=99))
+    assert masked_draft(target, "pard", size=DrafterSize(layers=2)).draft.model.depth == 2
     assert set(LAYERED) | set(WIDE) <= SYSTEMS.keys()

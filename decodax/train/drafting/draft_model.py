@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import decodax as dx
 from decodax.algorithms.speculative.drafts import AlignedDrafts, MaskedDrafts
 from decodax.train.drafting.masked import AlignedDraftModel, TunedDraftModel
+from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.tuning.tuned import checked
 
 SYSTEMS = ("pard", "pard-2")
@@ -57,24 +58,28 @@ class MaskedDraft:
 
 
 def masked_draft(lm: Any, system: str, draft_model: str | None = None, drafts: int | None = None,
-                 mask: int | None = None, loss: str | None = None, seed: int = 0,
-                 dtype: str = "float32") -> MaskedDraft:
+                 mask: int | None = None, loss: str | None = None, seed: int = 0, dtype: str = "float32",
+                 size: DrafterSize = DrafterSize()) -> MaskedDraft:
     """Returns a draft model to tune, with its loss.
 
     Args:
         lm: the target.
         system: name of the method, one of `SYSTEMS`.
-        draft_model: name or directory of the draft model; None: the first quarter of the target's layers.
+        draft_model: name or directory of the draft model; None: the target's first layers.
         drafts: number of drafts of a round; None: the paper's.
         mask: id of the mask token; None: the padding token.
         loss: name of the loss; None: the paper's.
         seed: seed of the projection of PARD-2.
         dtype: dtype of the computation.
+        size: number of the target's first layers; None: a quarter.
 
     Raises:
-        ValueError: it cannot be trained, or has another vocabulary than the target.
+        ValueError: it cannot be trained, has another vocabulary than the target, or a size that it does not have.
     """
-    draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if draft_model is None else
+    layers = size.of_draft_model(system, draft_model is not None) or max(lm.model.depth // 4, 1)
+    if layers > lm.model.depth:
+        raise ValueError(f"layers: got {layers}, takes at most the {lm.model.depth} of {lm.name!r}")
+    draft = checked(dx.train.sub_model(lm, layers) if draft_model is None else
                     dx.load(draft_model, dtype="float32"))
     if draft.vocab_size != lm.vocab_size:
         raise ValueError(f"draft: got {draft_model!r} with {draft.vocab_size} logits; takes a model with the "

@@ -36,8 +36,8 @@ def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shap
     else:
         source = drafting_source(lm, drafter) if isinstance(drafter, TrainedDrafter) else drafter
         algorithm = Speculative(source, shape=shape)
-    out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature, algorithm=algorithm,
-                      **({} if text.stops else {"eos_token_id": []}))
+    more: dict[str, Any] = {} if text.stops else {"eos_token_id": []}
+    out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature, algorithm=algorithm, **more)
     passes = 2 - len(head.skip) / lm.model.depth if isinstance(head, LookAheadHead) else 1
     return out.stats.tokens_per_forward / passes
 

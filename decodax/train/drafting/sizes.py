@@ -26,7 +26,8 @@ class DrafterSize:
     """What is not a method's default in the size of its drafter. None: as by default.
 
     Attributes:
-        layers: number of decoder layers; for heads without any, of residual blocks of each head (Medusa, Hydra).
+        layers: number of decoder layers; for heads without any, of residual blocks of each head, which share weights as
+            in the authors' code (Medusa, Hydra); for a draft model that is tuned (PARD), of the target's first layers.
         mlp: width of the MLPs of the decoder layers, or number of units of each head (blockwise parallel decoding,
             MuMo).
         above: number of the target's last layers that run on the output of the drafter (the target layer inference of
@@ -46,6 +47,17 @@ class DrafterSize:
             if value is not None and value < least:
                 raise ValueError(f"{name}: got {value}, takes at least {least}")
 
+    def of_draft_model(self, system: str, other: bool) -> int | None:
+        """Returns the number of layers of a draft model that is tuned. `other` is True if that is a model of its own.
+
+        Raises:
+            ValueError: a size that it does not have.
+        """
+        for name in ("layers", "mlp", "above") if other else ("mlp", "above"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}: got {value}, {system!r} takes none with this draft model")
+        return self.layers
+
     def of(self, head: Any, system: str, drafts: int | None = None) -> Any:
         """Returns a head of this size.
 
@@ -58,7 +70,7 @@ class DrafterSize:
             ValueError: the head has nothing of the kind.
         """
         if drafts is not None and isinstance(head, StackedHead | ChimeraHead) and not isinstance(head, UnitHead):
-            head = dataclasses.replace(head, heads=drafts)
+            head = _changed(head, heads=drafts)
         for name in ("layers", "mlp", "above"):
             value = getattr(self, name)
             if value is not None:
@@ -69,30 +81,34 @@ class DrafterSize:
         return head
 
 
+def _changed(head: Any, **fields: Any) -> Any:
+    return dataclasses.replace(head, **fields)
+
+
 def _with_layers(head: DraftHead, count: int) -> DraftHead | None:
     match head:
         case RecurrentHead() | BlockHead() | ParallelHead():
-            return dataclasses.replace(head, config=_deeper(head.config, count))
+            return _changed(head, config=_deeper(head.config, count))
         case PrefixedHead(prefix=DecoderConfig() as prefix):
-            return dataclasses.replace(head, prefix=_deeper(prefix, count))
+            return _changed(head, prefix=_deeper(prefix, count))
         case MedusaHead() | HydraHead():
-            return dataclasses.replace(head, blocks=count)
+            return _changed(head, blocks=count)
     return None
 
 
 def _with_mlp(head: DraftHead, width: int) -> DraftHead | None:
     match head:
         case RecurrentHead() | BlockHead() | ParallelHead() | ChimeraHead() | FalconHead() | CrossKVHead():
-            return dataclasses.replace(head, config=dataclasses.replace(head.config, mlp=width))
+            return _changed(head, config=dataclasses.replace(head.config, mlp=width))
         case PrefixedHead(prefix=DecoderConfig() as prefix):
-            return dataclasses.replace(head, prefix=dataclasses.replace(prefix, mlp=width))
+            return _changed(head, prefix=dataclasses.replace(prefix, mlp=width))
         case BlockwiseHead() | UnitHead():
-            return dataclasses.replace(head, inner=width)
+            return _changed(head, inner=width)
     return None
 
 
 def _with_above(head: DraftHead, count: int) -> DraftHead | None:
-    return dataclasses.replace(head, above=count) if isinstance(head, MixtureHead) else None
+    return _changed(head, above=count) if isinstance(head, MixtureHead) else None
 
 
 def _deeper(config: DecoderConfig, count: int) -> DecoderConfig:
