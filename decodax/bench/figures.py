@@ -94,11 +94,13 @@ def plot_run(path: Path, metrics: Path, title: str = "") -> None:
         entry = json.loads(line)
         for name, value in entry.items():
             if name not in ("step", "tokens", "seconds", "rate", "tokens_per_second"):
-                accepted = name.startswith(("accepted_", "held_out_")) or name == "acceptance"
-                kind = "training" if "loss" in entry else "held out"
-                panel = f"acceptance, {kind}" if accepted else kind if kind == "training" else name.replace("_", " ")
-                points = panels.setdefault(panel, {}).setdefault(name.replace("_", " "), [])
-                points.append((entry["step"], value))
+                learned, depth = "loss" in entry, name.removeprefix("accepted_").removeprefix("held_out_")
+                kind = "training" if learned else "held out"
+                if depth.isdigit() or name == "acceptance":
+                    panel, curve = f"acceptance, {kind}", f"draft {depth}" if depth.isdigit() else name
+                else:
+                    panel, curve = (kind, name.replace("_", " ")) if learned else (name.replace("_", " "), kind)
+                panels.setdefault(panel, {}).setdefault(curve, []).append((entry["step"], value))
     label = lambda panel: "probability" if panel.startswith("acc") else "nats" if panel == "training" else ""
     plot_lines(path, panels, "step", [label(panel) for panel in panels], title, marker=False)
 

@@ -67,7 +67,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                          "no draft model; takes None")
     draft = masked_draft(lm, options.system, options.draft, options.drafts, options.mask, options.loss, options.seed,
                          options.dtype, size) if options.system in MASKED else None
-    frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    frozen = jax.device_put(lm.params, everywhere)
     files = list(options.data)
     if options.own_chats:
         files.append(str(options.output / "chats.jsonl"))
@@ -94,14 +95,14 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     parts = [loop.place_batch(windows[at:at + TOGETHER], mesh) for at in range(0, EVAL_WINDOWS, TOGETHER)]
 
     def accepted(params: Any) -> np.ndarray:
-        weights, params = (frozen, params) if joint is None else (joint.weights(params[0]), params[1])
+        weights, params = (frozen, params) if joint is None else (joint.weights(params[0], frozen), params[1])
         if not isinstance(objective, Unrolled):
             return np.mean([block_acceptances(objective, weights, params, part) for part in parts], 0)
         return np.mean([acceptances(lm.model, objective.head, weights, params, part, objective.steps, table)
                         for part in parts], 0)
 
     def held_loss(own: Any) -> float:
-        weights = joint.weights(own)
+        weights = joint.weights(own, frozen)
         return float(np.mean([token_losses(lm.model, weights, part) for part in parts]))
 
     def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
@@ -126,11 +127,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         told, call = {}, f'`{options.target}`: `dx.generate("{options.target}"'
         what = f"drafter of the method `{options.system}` for {call}"
         if joint is not None:
-            before, after = (held_loss(x) for x in (joint.start, exact[0]))
+            before, after = (held_loss(x) for x in (jax.device_put(joint.start, everywhere), exact[0]))
             facts["target_cross_entropy"] = [round(before, 4), round(after, 4)]
             told = {"held-out cross-entropy of the target, before and after": f"{before:.4f} → {after:.4f}"}
-            what = (f'target and drafter of the method `{options.system}`, trained together from `{options.target}`: '
-                    '`dx.generate(dx.load("DIRECTORY")')
+            what = (f'target and drafter of the method `{options.system}`, trained together from `{options.target}`, '
+                    'whose license is theirs: `dx.generate(dx.load("DIRECTORY")')
             joint.write(target, one[0], made, facts)
         elif draft is None:
             save_drafter(target, made, facts={"training": facts})
@@ -142,7 +143,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                     f"{chain}, greedy": found["greedy"], f"{chain}, temperature 1": found["sampled"],
                     f"tokens a forward, tree of {NODES}, greedy": found["tree"], **told},
                    f"Tokens a forward are means over {text.where}, with {NEW} new tokens each at most, the target's "
-                   "own token included.", ", python, speculative-decoding", "apache-2.0")
+                   "own token included.", ", python, speculative-decoding", "" if joint else "apache-2.0")
         return f"{found['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
     first = first_weights(objective, lm, key) if draft is None else draft.first

@@ -188,9 +188,10 @@ class JointTarget:
         """Returns the third argument of the loss for a step, from the target's weights before the training."""
         return JointInputs(frozen if self.needs_frozen else None, jnp.float32(step >= self.settings.alone))
 
-    def weights(self, own: Tree) -> Tree:
-        """Returns the target's weights from its part of the trained ones; an adapter is merged into them."""
-        return adapters.merge(self.lm.params, own) if self.loss.adapted else own
+    def weights(self, own: Tree, frozen: Tree = None) -> Tree:
+        """Returns the target's weights from its part of the trained ones; an adapter is merged into `frozen`, those
+        before the training where the adapter is (None: where the target is)."""
+        return adapters.merge(self.lm.params if frozen is None else frozen, own) if self.loss.adapted else own
 
     @property
     def rounded(self) -> bool:
