@@ -124,6 +124,21 @@ def test_a_draft_model_is_distilled_from_a_teacher_and_then_where_it_can_still_l
     assert np.array_equal(plainly.tokens, drafted.tokens)
 
 
+@pytest.mark.wide
+def test_a_gguf_file_with_packed_weights_teaches(options: Options, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.io.gguf.writing import Type, mixed, network, write
+    weights, noise = network("llama")[1], np.random.default_rng(0)
+    write(tmp_path / "teacher.gguf", "llama", weights, mixed)
+    write(tmp_path / "student.gguf", "llama", {name: x + 0.1 * noise.normal(size=x.shape).astype(np.float32)
+                                               for name, x in weights.items()}, lambda tensor: Type.F32)
+    own = replace(options, objective="distillation", preset="distillation", target=str(tmp_path / "student.gguf"),
+                  widen=True, teacher=str(tmp_path / "teacher.gguf"), mix=1.0, output=tmp_path / "run")
+    program.train(own, console=QUIET)
+    facts = facts_of(own)
+    assert facts["after"]["divergence"] < facts["before"]["divergence"]
+
+
 def test_a_teacher_that_does_not_fit_is_refused(options: Options) -> None:
     for objective, given in (("distillation", None), ("msn", "pycode")):
         own = replace(options, objective=objective, preset=objective, teacher=given)
