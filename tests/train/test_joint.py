@@ -44,6 +44,7 @@ def test_without_the_heads_loss_the_targets_gradient_is_that_of_fine_tuning():
     assert not any(np.any(x) for x in jax.tree.leaves(of_heads))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("system", ["medusa", "blockwise-parallel"])
 def test_the_loss_is_the_papers_sum(system):
     """`-log p(x[t+1]) + lambda sum_k decay ** k (-log p_k(x[t+1+k]))`, from the logits of each head."""
@@ -71,6 +72,7 @@ def test_while_the_heads_learn_alone_the_target_has_no_gradient_and_they_have_al
     near(jax.tree.map(lambda x: x / (0.2 * loss.total), alone), gradient(heads, head, target.params), 1e-5)
 
 
+@pytest.mark.wide
 def test_the_heads_loss_reaches_the_target_and_its_vocabulary_matrix():
     target, heads, head = parts()
     both, own = (gradient(JointLoss(heads, weight), (target.params, head), ON)[0] for weight in (0.2, 0.0))
@@ -78,6 +80,7 @@ def test_the_heads_loss_reaches_the_target_and_its_vocabulary_matrix():
     assert all(x > 0 for x in jax.tree.leaves(moved)), moved
 
 
+@pytest.mark.wide
 def test_an_adapter_learns_as_the_weights_that_it_adapts_say():
     """At `b = 0` its gradient is that of the whole kernel times `a`."""
     target, heads, head = parts()
@@ -91,6 +94,7 @@ def test_an_adapter_learns_as_the_weights_that_it_adapts_say():
     assert {"gate", "up", "down"} == set(joint.start["layers"]["0"]["mlp"])
 
 
+@pytest.mark.wide
 def test_self_distillation_keeps_the_target_near_itself():
     target, heads, head = parts()
     loss, moved = JointLoss(heads, 0.0, distill=1.0), jax.tree.map(lambda x: 1.05 * x, target.params)
@@ -100,6 +104,7 @@ def test_self_distillation_keeps_the_target_near_itself():
     near(gradient(loss, (target.params, head), inputs)[0], jax.tree.map(jnp.zeros_like, target.params), 1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_few_steps_lower_the_loss_and_change_the_target(rank):
     target, heads, head = parts()

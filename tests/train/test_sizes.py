@@ -33,19 +33,18 @@ def test_layers_and_widths_change_the_number_of_weights():
         assert count(system, mlp=16) < count(system, mlp=32), system
 
 
-@pytest.mark.wide(but=("eagle-3",))
+@pytest.mark.wide
 @pytest.mark.parametrize("system", often(["eagle-3", "clover"], [*LAYERED]))
 def test_a_deeper_drafter_learns_and_drafts(system):
     target = lm("llama")
-    objective = objective_of(system, target, drafts=3, size=DrafterSize(layers=3, mlp=None))
+    objective = objective_of(system, target, drafts=3, size=DrafterSize(layers=3))
     first = first_weights(objective, target, jax.random.key(0))
     loss, slope = jax.jit(jax.value_and_grad(lambda w: objective(w, BATCH, target.params)[0]))(first)
     assert np.isfinite(loss)
     moved = jax.tree.map(lambda w, g: w - 1e-2 * g, first, slope)
     assert objective(moved, BATCH, target.params)[0] < loss
-    drafter = TrainedDrafter(system, objective.head, first)
     entry = {"fastmtp": "mtp"}.get(system, system)
-    drafter = TrainedDrafter(entry, drafter.head, drafter.params)
+    drafter = TrainedDrafter(entry, objective.head, first)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     plain, out = (dx.generate(target, prompts, max_new_tokens=6, temperature=0.0, eos_token_id=[], **more)
                   for more in ({}, {"algorithm": entry, "draft": drafter}))
