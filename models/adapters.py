@@ -54,7 +54,7 @@ PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 """Projections that can be adapted."""
 
 
-def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("q", "v"),
+def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] | None = ("q", "v"),
          dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
     """Returns a new adapter that does not change the model's output: `a` is uniform as in peft, `b` is zero.
 
@@ -62,7 +62,8 @@ def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("
         params: the model's weights.
         key: a random key.
         rank: rank of the products.
-        targets: projections to adapt: "q", "k", "v", "o" of attention, "gate", "up", "down" of the MLP.
+        targets: projections to adapt: "q", "k", "v", "o" of attention, "gate", "up", "down" of the MLP; None: all that
+            the model has.
         dtype: dtype of the adapter.
 
     Raises:
@@ -71,9 +72,11 @@ def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("
     if rank < 1:
         raise ValueError(f"rank: got {rank}, takes a whole number of at least 1")
     places = _places(params)
+    known = {_part(path) for path in places}
+    targets = tuple(known) if targets is None else targets
     for target in targets:
-        if target not in {_part(path) for path in places}:
-            raise ValueError(f"targets: got {target!r}, takes {', '.join(sorted({_part(p) for p in places}))}")
+        if target not in known:
+            raise ValueError(f"targets: got {target!r}, takes {', '.join(sorted(known))}")
     made: Adapter = {}
     chosen = [path for path in places if _part(path) in targets]
     for path, one in zip(chosen, jax.random.split(key, len(chosen)), strict=True):

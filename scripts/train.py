@@ -25,7 +25,7 @@ from recipes.options import PRESETS, GrpoOptions, from_arguments, options_of
 TEXTS = {
     "lm": "language models of Python, with distillation from a teacher",
     "diffusion": "masked diffusion models, certainty forcing and filters for Learn2PD",
-    "drafter": "drafters for speculative decoding: Medusa, Hydra, EAGLE and others, for a target that does not change",
+    "drafter": "drafters for speculative decoding: Medusa, Hydra, EAGLE and others, beside the target or with it",
     "tune": "any model further, on your texts: for next tokens, early exits or parallel decoding, or heads beside it",
     "recall": "the long-context model that cache policies are measured on",
     "sums": "the model that works out sums, which searches are measured on",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,30 @@ def plot_lines(path: Path, panels: Mapping[str, Mapping[str, Points]], x: str, y
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.suptitle(title, fontsize="small", color="0.4")
     figure.savefig(path, dpi=130)
+
+
+def plot_run(path: Path, metrics: Path, title: str = "") -> None:
+    """Draws the losses, the acceptance by depth and the held-out figures of a training run by step.
+
+    Args:
+        path: the file to write (PNG, SVG or PDF).
+        metrics: the run's `metrics.jsonl`.
+        title: title of the figure.
+    """
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for line in metrics.read_text("utf-8").splitlines():
+        entry = json.loads(line)
+        for name, value in entry.items():
+            if name not in ("step", "tokens", "seconds", "rate", "tokens_per_second"):
+                learned, depth = "loss" in entry, name.removeprefix("accepted_").removeprefix("held_out_")
+                kind = "training" if learned else "held out"
+                if depth.isdigit() or name == "acceptance":
+                    panel, curve = f"acceptance, {kind}", f"draft {depth}" if depth.isdigit() else name
+                else:
+                    panel, curve = (kind, name.replace("_", " ")) if learned else (name.replace("_", " "), kind)
+                panels.setdefault(panel, {}).setdefault(curve, []).append((entry["step"], value))
+    label = lambda panel: "probability" if panel.startswith("acc") else "nats" if panel == "training" else ""
+    plot_lines(path, panels, "step", [label(panel) for panel in panels], title, marker=False)
 
 
 @contextlib.contextmanager

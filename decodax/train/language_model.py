@@ -47,16 +47,19 @@ def divergence(teacher: Array, student: Array) -> Array:
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
-def hardest(losses: Array, reference: Array, keep: float) -> Array:
+def hardest(losses: Array, reference: Array, keep: float, counted: Array | None = None) -> Array:
     """Returns the positions that a student can still learn, `bool[...]`: the share `keep` of those at which its loss is
     furthest above that of a reference model of its size (AdaSPEC, Hu et al., 2025).
 
     Args:
         losses, reference: `f32[...]`, the losses of student and reference model.
         keep: the share, above 0 and at most 1.
+        counted: `bool[...]`, the positions of which the share is taken; None: all.
     """
     gap = losses - reference
-    return gap >= jnp.quantile(gap, 1 - keep)
+    if counted is None:
+        return gap >= jnp.quantile(gap, 1 - keep)
+    return counted & (gap >= jnp.nanquantile(jnp.where(counted, gap, jnp.nan), 1 - keep))
 
 
 @dataclass(frozen=True)

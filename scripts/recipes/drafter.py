@@ -1,4 +1,4 @@
-"""Drafters for speculative decoding, trained beside a target that does not change.
+"""Drafters for speculative decoding, trained beside a target that does not change, or together with it (`--joint`).
 
 The text is Python source, examples (`--data`), or chats that the target writes itself (`--own-chats`). The
 target's distribution at each position is what the drafter learns, so the text need not be the target's own.
@@ -18,39 +18,33 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-import decodax as dx
-from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.heads import drafting_source
-from decodax.algorithms.speculative.source import Shape, Source
-from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.jobs.own_chats import write_chats
 from decodax.models.drafters.block import BlockHead
-from decodax.models.drafters.prompt_tokens import LookAheadHead
-from decodax.models.drafters.units import UnitHead
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled, block_acceptances
 from decodax.train.drafting.confidence import fit_confidence
+from decodax.train.drafting.draft_model import SYSTEMS as MASKED
+from decodax.train.drafting.draft_model import masked_draft
 from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.features import KeptFeatures
+from decodax.train.drafting.joint import JointTarget, joint_settings
+from decodax.train.drafting.measured import NEW, NODES, figures
+from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
-from decodax.train.drafting.texts import UNITS, Text, examples, source_code, units_of
+from decodax.train.drafting.texts import UNITS, examples, source_code, units_of
 from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
+from decodax.train.language_model import token_losses
 from decodax.train.loop import TrainingRun
 from recipes import next_block
 from recipes.cards import write_card
-from recipes.masked_draft import SYSTEMS as MASKED
-from recipes.masked_draft import masked_draft
 from recipes.options import Options
 from recipes.run import Recipe, target_of
 
 EVAL_WINDOWS, TOGETHER = 24, 8
 """Held-out windows of an evaluation, and those that are evaluated together: the logits of a large vocabulary take
 gigabytes."""
-
-NODES, NEW = 24, 96
-"""Drafts of the tree that the finished drafter is measured with, the most likely ones, and tokens that are decoded."""
 
 KEEPS = (Unrolled, AnchoredBlocks, Glanced, NextUnit)
 """Losses of drafters that read the target's hidden states alone, which `--keep-features` keeps."""
@@ -61,14 +55,20 @@ ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
+    settings = joint_settings(options.system, options.head_weight, options.target_rate,
+                              options.heads_alone) if options.joint else None
+    size = DrafterSize(options.layers, options.mlp, options.above)
     if options.system == "specdec":
+        size.of_draft_model("specdec", True)
         return next_block.recipe(options, mesh, console)
     lm = target_of(options)
     if options.system not in MASKED and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
                          "no draft model; takes None")
-    draft = masked_draft(options, lm) if options.system in MASKED else None
-    weights = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec()))
+    draft = masked_draft(lm, options.system, options.draft, options.drafts, options.mask, options.loss, options.seed,
+                         options.dtype, size) if options.system in MASKED else None
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    frozen = jax.device_put(lm.params, everywhere)
     files = list(options.data)
     if options.own_chats:
         files.append(str(options.output / "chats.jsonl"))
@@ -80,61 +80,81 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)
     if options.system == "mumo":
         ids = units_of(lm, text.train, options.draft_vocab or UNITS)
-    objective: Any = objective_of(options.system, lm, ids, options.drafts, options.loss, options.dtype
+    loss = options.loss or ("hard" if options.joint else None)      # heads learn the text's tokens, as in the papers
+    objective: Any = objective_of(options.system, lm, ids, options.drafts, loss, options.dtype, size
                                   ) if draft is None else draft.objective
+    key = jax.random.key(options.seed)
+    joint = None if settings is None else JointTarget.of(lm, objective, settings, options.distill, options.lora, key)
     rows, length = options.batch or 8, options.length or 256
     batches: Any = corpus.Batches(text.train, rows, length, options.seed, options.keep_features)
     if options.keep_features:
-        batches = kept_features(options, objective, batches, weights, console)
+        batches = kept_features(options, objective, batches, frozen, console)
     windows = corpus.Batches(text.held, EVAL_WINDOWS, length)[0][:, :-1]
     table = None if ids is None else jnp.asarray(ids)
 
+    parts = [loop.place_batch(windows[at:at + TOGETHER], mesh) for at in range(0, EVAL_WINDOWS, TOGETHER)]
+
     def accepted(params: Any) -> np.ndarray:
-        parts = [loop.place_batch(windows[at:at + TOGETHER], mesh) for at in range(0, EVAL_WINDOWS, TOGETHER)]
+        weights, params = (frozen, params) if joint is None else (joint.weights(params[0], frozen), params[1])
         if not isinstance(objective, Unrolled):
             return np.mean([block_acceptances(objective, weights, params, part) for part in parts], 0)
         return np.mean([acceptances(lm.model, objective.head, weights, params, part, objective.steps, table)
                         for part in parts], 0)
 
+    def held_loss(own: Any) -> float:
+        weights = joint.weights(own, frozen)
+        return float(np.mean([token_losses(lm.model, weights, part) for part in parts]))
+
     def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
         found = accepted(params)
         return {"expected_tokens": expected_tokens(found), **{f"held_out_{j + 1}": float(x) for j, x in
-                                                               enumerate(found)}}
+                                                               enumerate(found)},
+                **({} if joint is None else {"target_cross_entropy": held_loss(params[0])})}
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
         one = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
+        own, now = (one, lm) if joint is None else (one[1], joint.trained(one[0]))
         if draft is None:
-            made = TrainedDrafter(options.system, objective.head, one, table, target.name)
+            made = TrainedDrafter(options.system, objective.head, own, table, target.name)
             if isinstance(objective.head, BlockHead) and objective.head.confidence is not None:
                 made = fit_confidence(lm, made, windows)
             source, longest = made, objective.head.longest
         else:
-            source, longest = draft.source(one), objective.steps
-        drafts = min(4, longest or 4)
-        measured = {"greedy": (Chain(drafts), 0.0), "sampled": (Chain(drafts), 1.0),
-                    "tree": (ConfidenceTree(NODES, longest or 6, 6), 0.0)}
-        figures = {name: round(tokens_a_forward(lm, source, text, *how), 3) for name, how in measured.items()}
+            source, longest = draft.source(own), objective.steps
+        drafts, found = min(4, longest or 4), figures(now, source, text, longest)
         by_depth = [round(float(x), 4) for x in accepted(exact)]
-        facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **figures}
-        if draft is None:
+        facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **found}
+        told, call = {}, f'`{options.target}`: `dx.generate("{options.target}"'
+        what = f"drafter of the method `{options.system}` for {call}"
+        if joint is not None:
+            before, after = (held_loss(x) for x in (jax.device_put(joint.start, everywhere), exact[0]))
+            facts["target_cross_entropy"] = [round(before, 4), round(after, 4)]
+            told = {"held-out cross-entropy of the target, before and after": f"{before:.4f} → {after:.4f}"}
+            what = (f'target and drafter of the method `{options.system}`, trained together from `{options.target}`, '
+                    'whose license is theirs: `dx.generate(dx.load("DIRECTORY")')
+            joint.write(target, one[0], made, facts)
+        elif draft is None:
             save_drafter(target, made, facts={"training": facts})
         else:
             draft.save(target, shipped, facts)
         entry, chain = ENTRIES.get(options.system, options.system), f"tokens a forward, chain of {drafts}"
-        write_card(options, target, facts, f"A drafter of the method `{options.system}` for `{options.target}`: "
-                   f'`dx.generate("{options.target}", prompt, algorithm="{entry}")`.', text.data,
+        write_card(options, target, facts, f'A {what}, prompt, algorithm="{entry}")`.', text.data,
                    {"accepted by depth, held-out, temperature 1": ", ".join(map(str, by_depth)),
-                    f"{chain}, greedy": figures["greedy"], f"{chain}, temperature 1": figures["sampled"],
-                    f"tokens a forward, tree of {NODES}, greedy": figures["tree"]},
+                    f"{chain}, greedy": found["greedy"], f"{chain}, temperature 1": found["sampled"],
+                    f"tokens a forward, tree of {NODES}, greedy": found["tree"], **told},
                    f"Tokens a forward are means over {text.where}, with {NEW} new tokens each at most, the target's "
-                   "own token included.", ", python, speculative-decoding", "apache-2.0")
-        return f"{figures['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
+                   "own token included.", ", python, speculative-decoding", "" if joint else "apache-2.0")
+        return f"{found['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
-    first = first_weights(objective, lm, jax.random.key(options.seed)) if draft is None else draft.first
+    first = first_weights(objective, lm, key) if draft is None else draft.first
+    if joint is not None:
+        return Recipe((joint.start, first), joint.loss, lambda run: batches[run.step], lambda batch: rows * length,
+                      evaluate, finish, extra=lambda run: joint.inputs(frozen, run.step), rounded=joint.rounded,
+                      rates=(joint.settings.rate, 1.0))
     changes = isinstance(objective, AnchoredBlocks | Glanced)
     return Recipe(first, objective, lambda run: batches[run.step],
                   lambda batch: rows * length, evaluate, finish,
-                  extra=lambda run: Scheduled(weights, jnp.float32(run.share)) if changes else weights)
+                  extra=lambda run: Scheduled(frozen, jnp.float32(run.share)) if changes else frozen)
 
 
 def kept_features(options: Options, objective: Any, batches: corpus.Batches, weights: Any,
@@ -151,18 +171,3 @@ def kept_features(options: Options, objective: Any, batches: corpus.Batches, wei
     own = hashlib.sha256(json.dumps([options.identity()[name] for name in decides]).encode()).hexdigest()[:16]
     return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,
                         options.dtype, lambda steps, count: track(steps, "features", count, console=console))
-
-
-def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shape: Shape, temperature: float) -> float:
-    """Returns the mean number of tokens of a forward pass of the target after held-out prompts, with drafts of a
-    shape; units have their own. A pass that drafts counts by its share of the layers."""
-    head = drafter.head if isinstance(drafter, TrainedDrafter) else None
-    if isinstance(head, UnitHead):
-        algorithm = dx.algorithms.make("mumo", lm, drafter)
-    else:
-        source = drafting_source(lm, drafter) if isinstance(drafter, TrainedDrafter) else drafter
-        algorithm = Speculative(source, shape=shape)
-    out = dx.generate(lm, text.prompts, max_new_tokens=NEW, temperature=temperature, algorithm=algorithm,
-                      **({} if text.stops else {"eos_token_id": []}))
-    passes = 2 - len(head.skip) / lm.model.depth if isinstance(head, LookAheadHead) else 1
-    return out.stats.tokens_per_forward / passes

@@ -47,7 +47,7 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
     "lud": {}, "s3d": {}, "hamburger": {}, "apar": {}, "scheduled-sampling": dict(answers=256),
-    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {},
+    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {}, "distillation": {},
     "dparallel": dict(answers=256, peak=3e-5), "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
@@ -124,11 +124,13 @@ class Options:
         "wrong guesses, for Jacobi decoding (msn, cllm); several tokens at masks (space), also without the middle "
         "layers (s3d), or units at placeholders (lud); groups of tokens at one place (hamburger); to fork for details "
         "(apar); after the model's own tokens; the best of its samples (mbr); a sure end (nmst); heads that predict "
-        "temperature and top-p (autodeco); tokens in gaps (any-subset); a diffusion model's answers to be surer of "
-        "them (dparallel), or a filter that knows if it is right (learn2pd)", only="tune", choices=tuple(TUNED))
+        "temperature and top-p (autodeco); tokens in gaps (any-subset); what a --teacher predicts (distillation); a "
+        "diffusion model's answers to be surer of them (dparallel), or a filter that knows if it is right (learn2pd)",
+        only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
-                                    '"text"} or {"text"} in a line, or plain text (default of drafter: --corpus; '
-                                    "specdec needs pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
+                                    '"text"} or {"text"} in a line, or plain text; or python-docs, the topics of '
+                                    "help(), or python-questions on them (default of drafter: --corpus; specdec needs "
+                                    "pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
     own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
@@ -154,14 +156,15 @@ class Options:
     mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
                                "padding token; any-subset: if that ends texts, one that the data does not have)", None,
                                "drafter tune")
-    distill: float = _option("hamburger: weight of the KL divergence from the model before the training", 0.0, "tune")
+    distill: float = _option("hamburger: weight of the KL divergence from the model before the training; --joint: its "
+                             "share of the target's loss", 0.0, "drafter tune")
     fork: str | None = _option("apar: name or id of the control token [Fork] (default: an unused one)", None, "tune")
     child: str | None = _option("apar: name or id of [Child] (default: an unused one)", None, "tune")
     skip: tuple[int, ...] | None = _option("s3d: layers, from 0, that do not draft (default: the middle half)", None,
                                            "tune", nargs="+", type=int, metavar="N")
     sure: float = _option("lud: probability above which a token may belong to a unit", 0.9, "tune")
-    lora: int | None = _option("dparallel: train an adapter of this rank in place of all weights", None, "tune",
-                               metavar="RANK")
+    lora: int | None = _option("dparallel, --joint: train an adapter of this rank in place of all weights", None,
+                               "drafter tune", metavar="RANK")
     replaced: float = _option("scheduled-sampling: share of a target's inputs that is the model's own in the end", 0.5,
                               "tune")
     correction: str | None = _option("scheduled-sampling: words after which the reference follows an answer of the "
@@ -181,6 +184,18 @@ class Options:
                                 "quarter of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
+    layers: int | None = _option("its decoder layers, or residual blocks of medusa and hydra; pard: the "
+                                 "first layers of the target (default: as the method)", only="drafter")
+    mlp: int | None = _option("width of the MLPs of its layers, or units of a head of blockwise-parallel and mumo",
+                              only="drafter")
+    above: int | None = _option("mixture-of-attentions: the target's last layers that run after it", only="drafter")
+    joint: bool = _option("medusa, blockwise-parallel: train the target, too", False, "drafter")
+    head_weight: float | None = _option("--joint: weight of the heads' losses (default: medusa 0.2, else 1)",
+                                        only="drafter")
+    target_rate: float | None = _option("--joint: learning rate of the target, relative to --peak (default: medusa "
+                                        "0.25, else 1)", only="drafter")
+    heads_alone: int | None = _option("--joint: first steps in which the heads learn alone (default: medusa 200, else "
+                                      "0)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=tuple(STAGES))
@@ -196,11 +211,12 @@ class Options:
     seed: int = _option("seed of weights, data and noise", 0)
     dtype: str = _option("type of the computation; master weights are float32", "float32",
                          "lm diffusion drafter tune", choices=("float32", "bfloat16"))
-    teacher: str | None = _option("directory of a model to distil from; its tokenizer is used", only="lm")
-    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm")
+    teacher: str | None = _option("directory (distillation: or name, or GGUF file) of a model to distil from; its "
+                                  "tokenizer is used", only="lm tune")
+    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm tune")
     reference: str | None = _option("directory of a model of the same size that was distilled before; the KL then "
-                                    "counts only where the model can still learn (AdaSPEC)", only="lm")
-    keep: float = _option("share of the tokens that counts with --reference", 0.4, "lm")
+                                    "counts only where the model can still learn (AdaSPEC)", only="lm tune")
+    keep: float = _option("share of the tokens that counts with --reference", 0.4, "lm tune")
     corpus: Path | None = _option("directory of .py files (default: this interpreter's standard library)",
                                   only="lm diffusion drafter")
     optimizer: str | None = _option("muon moves kernels by orthogonalised momentum", only="diffusion",
@@ -226,6 +242,8 @@ class Options:
     output: Path | None = _option("directory of checkpoints and metrics.jsonl (default: runs/PRESET[-STAGE])",
                                   decides=False)
     export: Path | None = _option("directory of the finished model (default: OUTPUT/model)", decides=False)
+    plot: Path | None = _option("file of a plot of loss, acceptance and held-out figures by step (PNG, SVG or PDF)",
+                                decides=False)
     minutes: float | None = _option("time budget; the number of steps follows from the measured speed", None,
                                     "lm diffusion drafter", False)
     decay_share: float = _option("share of a time budget that the decay takes", 0.4, "lm diffusion drafter", False)
@@ -251,6 +269,13 @@ class Options:
             raise ValueError(f"keep: got {self.keep}; it takes a share of the tokens, above 0 and at most 1")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
+        joint = {n: getattr(self, n) for n in ("head_weight", "target_rate", "heads_alone")}
+        if self.recipe == "drafter" and not self.joint and (
+                wrong := [n for n, x in {**joint, "lora": self.lora, "distill": self.distill or None}.items()
+                          if x is not None]):
+            raise ValueError(f"{wrong[0]}: got {getattr(self, wrong[0])!r} without --joint, takes the default")
+        if self.joint and self.keep_features:
+            raise ValueError("keep_features: got True with --joint, which changes the target; takes False")
         made = known[preset]
         given = {"weight_decay": 0.1, "optimizer": "adamw", **made.options}
         if self.stage in STAGES:

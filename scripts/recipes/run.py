@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import decodax as dx
+from decodax.bench.figures import check_writable, plot_run
 from decodax.models.formats import unpacked
 from decodax.train import loop
 from decodax.train.export import hardware
@@ -64,6 +65,7 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
     `on_step` is called with the number of steps done, after each of them; `console` is the terminal by default.
     """
     o, console = options, console or Console()
+    check_writable(o.plot)
     o.output.mkdir(parents=True, exist_ok=True)
     # math.gcd(n, 0) is n
     mesh = loop.make_mesh(o.model_parallel, o.devices or math.gcd(jax.device_count(), o.settings.rows))
@@ -87,6 +89,8 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
 
     run.loop(advance, lambda run: made.evaluate(run.params, run), log_every=o.log_every, eval_every=o.eval_every,
              save_every=o.save_every, resume=o.resume, console=console, on_step=on_step)
+    if o.plot:
+        plot_run(o.plot, run.metrics, o.output.name)
     shipped = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16) if made.rounded else x), run.params)
     exact = jax.device_put(loop.cast(shipped, jnp.float32), made.shardings or NamedSharding(mesh, PartitionSpec()))
     target = o.export or o.output / "model"

@@ -28,7 +28,16 @@ from decodax.train.tuning.hamburger import RATES
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.scheduled_sampling import corrections
 from decodax.train.tuning.soft import sorted_depths
-from decodax.train.tuning.tuned import Tuned, TunedAnySubset, TunedBranches, TunedEnd, TunedGroups, TunedHeads, checked
+from decodax.train.tuning.tuned import (
+    Tuned,
+    TunedAnySubset,
+    TunedBranches,
+    TunedEnd,
+    TunedGroups,
+    TunedHeads,
+    TunedStudent,
+    checked,
+)
 from recipes.cards import changes, files_of, write_card, write_facts
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
@@ -86,8 +95,9 @@ def rule_of(options: Options) -> Any:
     return dx.select.best_of_n(reward=found)
 
 
-def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows, key: jax.Array) -> Tuned:
-    """Returns what is trained."""
+def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows, key: jax.Array,
+             guides: tuple[Any, ...]) -> Tuned:
+    """Returns what is trained; `guides` are the weights of teacher and reference."""
     match objective:
         case tuning.SelfTerminatingLoss():
             return TunedEnd(lm, objective, rows)
@@ -97,11 +107,13 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
             return TunedGroups(lm, objective, key)
         case tuning.DecodingHeadsLoss():
             return TunedHeads(lm, objective, key, options.target)
+        case tuning.DistilledAnswers():
+            return TunedStudent(lm, objective, guides[0])
     return Tuned(lm, options.objective in ("layerskip", "soft"))
 
 
-def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
-    """Returns the loss."""
+def objective_of(options: Options, lm: Any, rows: ExampleRows, teachers: list[Any]) -> Objective:
+    """Returns the loss; `teachers` are the teacher and the reference, if there are any."""
     network, dtype, span = lm.model, options.dtype, options.span or SPAN
     mask = lm.pad if options.mask is None else options.mask
     match options.objective:
@@ -131,6 +143,9 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows) -> Objective:
                                         dtype=dtype)
         case "autodeco":
             return tuning.DecodingHeadsLoss(network, dtype)
+        case "distillation":
+            taught, known = (*(x.model for x in teachers), None)[:2]
+            return tuning.DistilledAnswers(network, taught, options.mix, known, options.keep, dtype)
     return WeightedAnswers(network, 0.0, dtype)
 
 
@@ -148,9 +163,17 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     fills = options.objective in OWN_ANSWERS
     if options.lora is not None and options.objective != "dparallel":
         raise ValueError(f"lora: got {options.lora} with {options.objective}, takes None")
+    if (options.objective == "distillation") != (options.teacher is not None):
+        raise ValueError(f"teacher: got {options.teacher!r} with {options.objective}; distillation takes a model, "
+                         "others None")
     lm = checked(target_of(options), fills)
     length = min(options.length or 256, lm.model.trained_positions or 1 << 30)
-    examples = read_examples([Path(file) for file in options.data], lm)
+    paths = {"teacher": options.teacher, "reference": options.reference}
+    teachers = [tuning.check_teacher(dx.load(path, dtype="float32", mesh=mesh), lm, name)
+                for name, path in paths.items() if path]
+    guides = (*(x.params for x in teachers), None)[:2]
+    # a teacher's chat template is that of the texts that are decoded
+    examples = read_examples([Path(file) for file in options.data], (*teachers, lm)[0])
     if fills:       # of a target nothing is read, so it takes no room from its prompt
         examples = [Example(x.tokens[:x.prompt + 1], x.prompt) if x.prompt else x for x in examples]
     if options.objective == "mbr":
@@ -169,8 +192,9 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if fills:
         return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
                                   mesh, console)
-    objective, key = objective_of(options, lm, used), jax.random.key(options.seed)
-    tuned = TunedBranches(lm, *control, (held, used)) if control else tuned_of(options, lm, objective, used, key)
+    objective, key = objective_of(options, lm, used, teachers), jax.random.key(options.seed)
+    tuned = TunedBranches(lm, *control, (held, used)) if control else tuned_of(
+        options, lm, objective, used, key, guides)
     batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
     needs = options.objective == "autodeco" or options.distill
     frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if needs else ()
@@ -202,7 +226,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         now, step = jax.random.fold_in(key, run.step), jnp.int32(run.step)
         return {"layerskip": (now, step), "scheduled-sampling": (now, step), "msn": now,
                 "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen),
-                "hamburger": frozen}.get(str(options.objective))
+                "hamburger": frozen, "distillation": guides}.get(str(options.objective))
 
     def losses(params: Any) -> dict[str, float]:
         """Returns the held-out losses by their names."""

@@ -3,6 +3,7 @@ exported drafts."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sysconfig
@@ -16,12 +17,14 @@ import pytest
 
 import decodax as dx
 from decodax.io.saving import save_encoder_decoder
+from decodax.io.text import Tokenizer
 from decodax.jobs.own_chats import question_prompt, write_chats
 from decodax.models import EncoderDecoder, EncoderText
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.train.drafting.systems import SYSTEMS
 from decodax.train.drafting.texts import examples
 from decodax.train.export import word_tokenizer
+from decodax.train.tuning.examples import read_pairs
 from recipes import run as program
 from recipes.options import PRESETS, Options
 from tests.matrix import often
@@ -58,6 +61,58 @@ def test_a_killed_run_resumes_to_the_same_weights_and_what_it_exports_drafts(opt
     plain, out = (dx.generate(lm, "def f(self):", max_new_tokens=12, eos_token_id=[], **more)
                   for more in ({}, {"algorithm": "medusa", "draft": dx.load_drafter(tmp_path / "model", lm)}))
     assert np.array_equal(out.tokens, plain.tokens)
+
+
+def test_topics_of_pythons_help_are_texts_and_questions_on_them_are_chats(options: Options) -> None:
+    lm = dx.load(options.target)
+    texts = read_pairs([Path("python-docs")], lm)
+    assert len(texts) > 50 and all(prompt is None for prompt, _ in texts) and "assert" in texts[0][1]
+    asked = read_pairs([Path("python-questions")], lm)
+    assert len(asked) > 100 and len({str(prompt) for prompt, _ in asked}) == len(asked)
+    messages, answer = asked[0]
+    assert messages == [{"role": "user", "content": 'What does the Python documentation say about "The assert '
+                                                    'statement"?'}] and answer.startswith("Assert statements")
+    bare = replace(lm, tokenizer=Tokenizer.from_dir(options.target))
+    assert bare.tokenizer is not None
+    bare.tokenizer.chat_templates.clear()
+    assert read_pairs([Path("python-questions")], bare)[0] == (f"{messages[0]['content']}\n\n", answer)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("system", "lora"), often([("medusa", None)], [
+    ("medusa", None), ("medusa", 2), ("blockwise-parallel", None)]))
+def test_a_target_and_its_heads_train_together_and_load_from_one_directory(
+        options: Options, system: str, lora: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decodax.train.drafting.measured.NEW", 8)
+    own = replace(options, system=system, preset=system, joint=True, lora=lora, heads_alone=3, distill=0.5, loss=None,
+                  output=tmp_path / "whole", plot=tmp_path / "curves.png")
+    whole = program.train(own, console=QUIET)
+    run, steps = resumed(own, tmp_path / "killed", 8)
+    assert steps == list(range(6, 13)) and same(run.params, whole.params) and same(run.opt, whole.opt)
+    losses = [e["loss"] for e in metrics(own.output) if "loss" in e]
+    assert losses[-1] < losses[0] and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    folder, start = own.output / "model", dx.load(options.target, dtype="float32")
+    lm = dx.load(folder, dtype="float32")
+    kernel = "layers", "0", "attn", "q", "kernel"
+    before, after = (functools.reduce(lambda x, name: x[name], kernel, x.params) for x in (start, lm))
+    assert not np.array_equal(before, after)
+    drafter = dx.load_drafter(folder, lm)
+    assert drafter.system == system and same(drafter.params, whole.params[1])       # the target is stored in float32
+    prompts = ["def f(self):", "import os"]
+    plain, given, found = (dx.generate(lm, prompts, max_new_tokens=12, temperature=0.0, eos_token_id=[], **more)
+                           for more in ({}, {"algorithm": system, "draft": drafter}, {"algorithm": system}))
+    assert np.array_equal(given.tokens, plain.tokens) and np.array_equal(found.tokens, plain.tokens)
+    assert json.loads((folder / "heads" / "config.json").read_text())["training"]["target_cross_entropy"][1] > 0
+    assert "trained together from" in (folder / "README.md").read_text()
+
+
+def test_options_that_need_a_target_that_changes_are_refused_without_one() -> None:
+    for name, value in (("lora", 4), ("head_weight", 0.1), ("heads_alone", 0), ("target_rate", 1.0)):
+        with pytest.raises(ValueError, match=rf"^{name}: got {value} without --joint"):
+            Options(recipe="drafter", system="medusa", **{name: value})
+    with pytest.raises(ValueError, match=r"^keep_features: got True with --joint"):
+        Options(recipe="drafter", system="medusa", joint=True, keep_features=True)
 
 
 @pytest.mark.wide
@@ -164,7 +219,7 @@ def test_a_mesh_trains_as_one_device_does(options: Options, tmp_path: Path) -> N
 @pytest.mark.parametrize("system", ["pard", "pard-2"])
 def test_pard_tunes_the_first_layers_of_the_target_to_a_draft_model(system: str, options: Options, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.drafter.NEW", 8)
+    monkeypatch.setattr("decodax.train.drafting.measured.NEW", 8)
     monkeypatch.setattr("decodax.train.drafting.texts.PROMPTS", 2)
     own = replace(options, system=system, preset=system, drafts=3, mask=3, output=tmp_path, loss=None)
     program.train(own, console=QUIET)

@@ -91,6 +91,64 @@ def test_every_objective_trains(options: Options, objective: str, tmp_path: Path
     assert dx.generate(lm, "def f(", max_new_tokens=4).tokens.size
 
 
+@pytest.fixture(scope="module")
+def teacher(options: Options) -> Path:
+    """A wider model with the tokenizer of the target."""
+    known = dx.load(options.target)
+    path = save(byte_level(), options.output.parent / "teacher", generation_config={"eos_token_id": 0},
+                tokenizer_config={"eos_token": "<|endoftext|>"})
+    model = Transformer(llama(vocab=known.vocab_size, width=48, layers=2, heads=4, kv_heads=2, mlp=64, context=128))
+    save_model(path, model, model.init_params(jax.random.key(5)), config={"eos_token_id": 0}, dtype="float32")
+    return path
+
+
+@pytest.mark.wide
+def test_a_draft_model_is_distilled_from_a_teacher_and_then_where_it_can_still_learn(
+        options: Options, teacher: Path, tmp_path: Path) -> None:
+    plain = replace(options, objective="distillation", preset="distillation", teacher=str(teacher), mix=1.0,
+                    output=tmp_path / "plain")
+    program.train(plain, console=QUIET)
+    selective = replace(plain, reference=str(tmp_path / "plain" / "model"), output=tmp_path / "selective")
+    whole = program.train(selective, console=QUIET)
+    run, _ = resumed(selective, tmp_path / "killed", 6)
+    assert same(run.params, whole.params)
+    for own in (plain, selective):
+        facts = facts_of(own)
+        assert facts["after"]["divergence"] < facts["before"]["divergence"]
+        assert facts["after"]["acceptance"] > facts["before"]["acceptance"]
+        again = from_arguments(train.parser().parse_args(shlex.split(str(facts["command"]))[2:]))
+        assert again.identity() == own.identity()
+    target, draft = dx.load(teacher), dx.load(selective.output / "model")
+    plainly, drafted = (dx.generate(target, "def f(", max_new_tokens=8, **more)
+                        for more in ({}, {"algorithm": "seed-exact:length=2", "draft": draft}))
+    assert np.array_equal(plainly.tokens, drafted.tokens)
+
+
+@pytest.mark.wide
+def test_a_gguf_file_with_packed_weights_teaches(options: Options, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.io.gguf.writing import Type, mixed, network, write
+    weights, noise = network("llama")[1], np.random.default_rng(0)
+    write(tmp_path / "teacher.gguf", "llama", weights, mixed)
+    write(tmp_path / "student.gguf", "llama", {name: x + 0.1 * noise.normal(size=x.shape).astype(np.float32)
+                                               for name, x in weights.items()}, lambda tensor: Type.F32)
+    own = replace(options, objective="distillation", preset="distillation", target=str(tmp_path / "student.gguf"),
+                  widen=True, teacher=str(tmp_path / "teacher.gguf"), mix=1.0, output=tmp_path / "run")
+    program.train(own, console=QUIET)
+    facts = facts_of(own)
+    assert facts["after"]["divergence"] < facts["before"]["divergence"]
+
+
+def test_a_teacher_that_does_not_fit_is_refused(options: Options) -> None:
+    for objective, given in (("distillation", None), ("msn", "pycode")):
+        own = replace(options, objective=objective, preset=objective, teacher=given)
+        with pytest.raises(ValueError, match=rf"^teacher: got {given!r} with {objective}; distillation takes a model"):
+            program.train(own, console=QUIET)
+    own = replace(options, objective="distillation", preset="distillation", teacher="sums")
+    with pytest.raises(ValueError, match=r"^teacher: got 'sums' with \d+ logits; takes a model with the \d+ of"):
+        program.train(own, console=QUIET)
+
+
 @pytest.mark.wide
 def test_heads_of_autodeco_are_trained_beside_the_model_and_exported_as_the_authors_do(
         options: Options, tmp_path: Path) -> None:

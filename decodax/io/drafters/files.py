@@ -62,6 +62,9 @@ from decodax.models.weight_source import nested
 QUANTISED = re.compile(r"[.-](I?Q\d\w*|F16|BF16|F32)$", re.IGNORECASE)
 """The end of the name of a GGUF file that says how its weights are stored."""
 
+JOINT_FOLDER = "heads"
+"""Folder of the heads within the directory of a target that was trained with them (`decodax.train.drafting.joint`)."""
+
 PARTS = {kind.__name__: kind for kind in (
     RecurrentHead, DepthwiseHead, ParallelHead, AssistantHead, BlockHead, Markov, PrefixGRU, CandidateSelector, Refiner,
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
@@ -120,10 +123,20 @@ def shipped_drafter(system: str, target: str) -> Path | None:
     return path if path.parent == ZOO and (path / "config.json").is_file() else None
 
 
+def heads_beside(directory: str | os.PathLike[str] | None, *systems: str) -> Path | None:
+    """Returns the folder of heads that were trained together with the target in a directory, for one of the methods
+    `systems` (none: any), or None."""
+    path = Path(directory or "") / JOINT_FOLDER
+    if directory is None or not (path / "config.json").is_file():
+        return None
+    system = read_json(path / "config.json").get(DRAFTER)
+    return path if system is not None and (not systems or system in systems) else None
+
+
 def own_drafter(target: Any, *systems: str) -> Path | None:
-    """Returns the directory or the GGUF file of a target, a result of `decodax.load`, if it holds a drafter for one of
-    the methods `systems` that can be read, or None: layers for multi-token prediction ("mtp"), or Medusa's heads in a
-    directory ("medusa")."""
+    """Returns the directory or the GGUF file of a target, a result of `decodax.load`, if its own files hold a drafter
+    for one of the methods `systems` that can be read, or None: layers for multi-token prediction ("mtp"), or Medusa's
+    heads in a directory ("medusa")."""
     path = target.directory
     if path is not None and (path / "config.json").is_file():
         config = read_json(path / "config.json")
@@ -141,8 +154,9 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
     DSpark, Domino, DFlash2, JetSpec and XPress; the assistants of Gemma 4 and Muse Glimmer), or the layers for
     multi-token prediction inside a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5,
-    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5) or by themselves (speculators), or Medusa's heads inside a target's
-    directory (Medusa-2). What is inside a target `decodax.load` skips.
+    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5) or by themselves (speculators), or heads inside a target's
+    directory, among its files (Medusa-2) or in the folder that joint training writes. What is inside a target
+    `decodax.load` skips.
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers
@@ -167,6 +181,7 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
             it means and the argument that says it is not given, or the drafter does not fit the target.
     """
     path = shipped_path(directory)
+    path = heads_beside(path) or path
     kind = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
     if not (in_file := is_gguf(path)) and not (path / "config.json").is_file():
         raise CheckpointError(f"directory: {path} has no config.json, takes the directory of a trained drafter")

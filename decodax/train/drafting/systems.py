@@ -1,9 +1,10 @@
 """The published drafters that can be trained: for each the network that it has for a target, and its loss.
 
-Networks have one layer, or two of a block head, of P-EAGLE and of Clover-2, whatever the paper's size. Losses are the
-papers', except that Medusa, Hydra and Clover learn the target's distribution in place of labels, so that the text need
-not be the target's own. The noise on the inputs of EAGLE is left out. Blockwise parallel decoding sums the losses of
-all heads, of which its authors draw one for each batch.
+Networks have one layer by default, or two of a block head, of P-EAGLE and of Clover-2, whatever the paper's size;
+`DrafterSize` gives others. Losses are the papers', except that Medusa, Hydra and Clover learn the target's distribution
+in place of labels, so that the text need not be the target's own. The noise on the inputs of EAGLE is left out.
+Blockwise parallel decoding sums the losses of all heads, of which its authors draw one for each batch. Targets do not
+change; `decodax.train.drafting.joint` trains them, too.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.masked import MaskedPairs
 from decodax.train.drafting.prompt_tokens import InsertedPrompts
+from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled
 
@@ -185,25 +187,27 @@ SYSTEMS = {
 
 
 def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: int | None = None,
-                 loss: str | None = None, dtype: str = "float32") -> Objective:
+                 loss: str | None = None, dtype: str = "float32", size: DrafterSize = DrafterSize()) -> Objective:
     """Returns the objective of a drafter for a target; it holds the network (`Unrolled.head`).
 
     Args:
         system: name of the method, of `SYSTEMS`.
         lm: the target, a result of `decodax.load`.
         ids: `i32[Vd]`, the tokens that it predicts; None: all. For "mumo" the units, `i32[U, L]`, padded with -1.
-        drafts: number of tokens that training unrolls, or that a block predicts; None: the method's.
+        drafts: number of tokens that training unrolls, that a block predicts, or of stacked heads; None: the method's.
         loss: name of the loss; None: the method's.
         dtype: dtype of the computation.
+        size: what is not the default in the size of the network.
 
     Raises:
-        ValueError: an unknown method or loss, or tokens for a method that uses the target's vocabulary matrix.
+        ValueError: an unknown method or loss, tokens for a method that uses the target's vocabulary matrix, or a size
+            that the network does not have.
     """
     if system not in SYSTEMS:
         raise ValueError(f"system: got {system!r}, takes one of {', '.join(SYSTEMS)}")
     own = SYSTEMS[system]
     loss_of(loss or own.loss)
-    head = own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids))
+    head = size.of(own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids)), system, drafts)
     if isinstance(head, UnitHead):
         if ids is None or np.ndim(ids) != 2:
             raise ValueError(f"ids: got {'none' if ids is None else np.shape(ids)}, {system!r} takes units [U, L]")
@@ -232,6 +236,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
     if isinstance(head, CrossKVHead):
         far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}
+        head.check_target(lm.model.config)
         return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, own.features, dtype=dtype, **far)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:

@@ -1,4 +1,5 @@
-"""Training of heads that draft (`decodax.models.drafters`), beside a target that does not change.
+"""Training of heads that draft (`decodax.models.drafters`), beside a target that does not change; with one that does,
+see `decodax.train.drafting.joint`.
 
 The target runs on a text once, and gives hidden states and the distributions that the drafter is compared with. The
 head is unrolled as in drafting (the training-time test of EAGLE-3, Li et al., 2025; HASS, Zhang et al., 2024): step 0
@@ -61,7 +62,12 @@ class Unrolled:
             extra: the target's weights.
         """
         tokens, target, features = read_batch(self.target, self.head, extra, batch, self.dtype)
-        tokens = tokens[:, :-1]
+        return self.beside(params, extra, tokens[:, :-1], target, features)
+
+    def beside(self, params: Tree, extra: Tree, tokens: Array, target: Array,
+               features: Array) -> tuple[Array, dict[str, Array]]:
+        """Returns what a call does, from the target's logits `f32[B, T, V]` and features `f[B, T, F]` of texts
+        `tokens`, `i32[B, T]`. Gradients also go to `features` and to the target's weights `extra`."""
         steps = unrolled(self.target, self.head, cast(params, self.dtype), extra, tokens, features, self.steps)
         total, weights, scalars = jnp.float32(0), 0.0, {}
         for j, (logits, hidden) in enumerate(steps):
@@ -139,8 +145,8 @@ def unrolled(target: Any, head: DraftHead, params: Tree, weights: Tree, tokens: 
     """
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    embed = lambda x: jax.lax.stop_gradient(embeddings(target, weights, x))
-    project = lambda x: logits_of(target, jax.lax.stop_gradient(weights), x)
+    embed = lambda x: embeddings(target, weights, x)
+    project = lambda x: logits_of(target, weights, x)
     dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(params)))
     edge = jnp.broadcast_to(tokens[:, :1], (B, head.tokens_before))
     before = [jnp.concatenate([edge, tokens], 1)[:, 1 + i:1 + i + T] for i in range(head.tokens_before)]

@@ -4,6 +4,7 @@ from decodax.train.tuning.any_subset import AnySubsetLoss, mask_token
 from decodax.train.tuning.apar import branching_examples, tokens_to_write
 from decodax.train.tuning.autodeco import DecodingHeadsLoss
 from decodax.train.tuning.cllm import ConsistencyLoss, Trajectory, TrajectoryBatches, collect_trajectories
+from decodax.train.tuning.distillation import DistilledAnswers, check_teacher
 from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, read_examples, unused_tokens
 from decodax.train.tuning.exits import losses_by_layer
 from decodax.train.tuning.hamburger import HamburgerLoss, grouped
@@ -16,8 +17,8 @@ from decodax.train.tuning.scheduled_sampling import ScheduledSamplingLoss
 from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
-__all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "EarlyExitLoss", "Example", "ExampleBatches",
-           "ExampleRows", "HamburgerLoss", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss",
+__all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "DistilledAnswers", "EarlyExitLoss", "Example",
+           "ExampleBatches", "ExampleRows", "HamburgerLoss", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss",
            "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SkippyLoss", "SortedLoss", "Trajectory",
-           "TrajectoryBatches", "branching_examples", "collect_trajectories", "grouped", "losses_by_layer",
-           "mask_token", "read_examples", "sure_tokens", "tokens_to_write", "unused_tokens"]
+           "TrajectoryBatches", "branching_examples", "check_teacher", "collect_trajectories", "grouped",
+           "losses_by_layer", "mask_token", "read_examples", "sure_tokens", "tokens_to_write", "unused_tokens"]

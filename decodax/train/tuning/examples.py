@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from decodax.train.tuning.python_docs import DOCS, QUESTIONS, python_docs, python_questions
+
 
 @dataclass(frozen=True)
 class Example:
@@ -24,7 +26,9 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
 
     A line of a `.jsonl` file is an object with "prompt" and "target", with "messages" of a chat whose last one is
     learned, with "messages" and "text", which is what `decodax batch --keep messages` writes, or with "text" alone; any
-    other file is one text. The model's own template formats a chat. The tokenizer adds its BOS to a text or prompt; the
+    other file is one text. The path "python-docs" stands for the topics of Python's `help()` as texts, and
+    "python-questions" for questions on their sections with the answers: chats if the model has a chat template, else
+    pairs. The model's own template formats a chat. The tokenizer adds its BOS to a text or prompt; the
     first id that ends a text of the model follows a target or a text.
 
     Args:
@@ -53,12 +57,19 @@ def read_pairs(files: Sequence[Path], lm: Any) -> list[tuple[str | list[dict[str
         raise ValueError("data: got no files, takes one or more")
     if lm.tokenizer is None:
         raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
-    return [pair for file in files for pair in _pairs(file)]
+    return [pair for file in files for pair in _pairs(file, bool(lm.tokenizer.chat_templates))]
 
 
-def _pairs(file: Path) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
+def _pairs(file: Path, chats: bool) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
     """Yields (prompt, target) for each example of a file; the prompt is a text or the messages of a chat, or None for a
-    text without one."""
+    text without one. Questions on Python's documentation are such messages if `chats`."""
+    if str(file) == DOCS:
+        yield from ((None, text) for text in python_docs())
+        return
+    if str(file) == QUESTIONS:
+        yield from (([{"role": "user", "content": question}] if chats else f"{question}\n\n", answer)
+                    for question, answer in python_questions())
+        return
     if file.suffix != ".jsonl":
         yield None, file.read_text("utf-8")
         return

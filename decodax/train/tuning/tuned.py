@@ -27,6 +27,7 @@ from decodax.train.language_model import token_losses
 from decodax.train.tuning import (
     AnySubsetLoss,
     DecodingHeadsLoss,
+    DistilledAnswers,
     ExampleRows,
     HamburgerLoss,
     SelfTerminatingLoss,
@@ -175,6 +176,24 @@ class TunedGroups(Tuned):
         super().write(target, shipped[0])
         save_drafter(target / FOLDER, self.drafter(shipped[1]), "bfloat16" if shipped[1]["places"].dtype == jnp.bfloat16
                      else "float32")
+
+
+class TunedStudent(Tuned):
+    """A tuning run of a draft model that is distilled from a teacher with the weights `guide`. Measures the
+    cross-entropy of next tokens, the divergence from the teacher, and the probability that it accepts a draft at
+    temperature 1."""
+
+    use = 'dx.generate(target, prompt, algorithm="seed-exact", draft=dx.load("DIRECTORY"))'
+
+    def __init__(self, lm: Any, objective: DistilledAnswers, guide: Any):
+        super().__init__(lm)
+        # neither part of the loss matters here
+        self.losses, self.guide = jax.jit(replace(objective, reference=None)), guide
+        self.names = "cross_entropy", "divergence", "acceptance"
+
+    def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
+        own = self.losses(params, (tokens, learned), (self.guide, None))[1]
+        return jnp.stack([own[name] for name in self.names])
 
 
 class TunedHeads(Tuned):

@@ -30,7 +30,7 @@ from decodax.core.state import State
 from decodax.core.target import RunsTarget
 from decodax.core.types import Decision, Out, Params, embeddings, logits_of
 from decodax.core.window import Window, causal, take
-from decodax.io.drafters import TrainedDrafter, load_drafter, own_drafter, shipped_drafter
+from decodax.io.drafters import TrainedDrafter, heads_beside, load_drafter, own_drafter, shipped_drafter
 from decodax.models.drafters.head import Depth, DraftHead, HeadStep
 from decodax.models.packed import Packed
 from decodax.sampling.guidance import Guided
@@ -302,8 +302,8 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
 
     Args:
         lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target, for "mtp" and
-            "medusa" else the layers or heads in its own files.
+        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target, else that in its
+            own directory, for "mtp" and "medusa" else the layers or heads in its own files.
         systems: names of the methods, the most likely first.
 
     Raises:
@@ -311,7 +311,7 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
     """
     if draft is None:
         found = next((path for system in systems if (path := shipped_drafter(system, lm.name))), None) or (
-            own_drafter(lm, *systems))
+            heads_beside(lm.directory, *systems) or own_drafter(lm, *systems))
         if found is None:
             raise ValueError(f"draft: {systems[0]!r} needs a drafter that was trained for {lm.name!r}, and none is "
                              "shipped; takes draft=decodax.load_drafter(DIRECTORY, lm)")

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 import decodax as dx
 from decodax.algorithms.speculative.drafts import AlignedDrafts, MaskedDrafts
 from decodax.train.drafting.masked import AlignedDraftModel, TunedDraftModel
+from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.tuning.tuned import checked
-from recipes.options import Options
 
 SYSTEMS = ("pard", "pard-2")
 
@@ -57,25 +57,40 @@ class MaskedDraft:
         config.write_text(json.dumps(json.loads(config.read_text()) | entries, indent=2) + "\n")
 
 
-def masked_draft(options: Options, lm: Any) -> MaskedDraft:
-    """Returns the draft model that `options` asks for, beside a target.
+def masked_draft(lm: Any, system: str, draft_model: str | None = None, drafts: int | None = None,
+                 mask: int | None = None, loss: str | None = None, seed: int = 0, dtype: str = "float32",
+                 size: DrafterSize = DrafterSize()) -> MaskedDraft:
+    """Returns a draft model to tune, with its loss.
+
+    Args:
+        lm: the target.
+        system: name of the method, one of `SYSTEMS`.
+        draft_model: name or directory of the draft model; None: the target's first layers.
+        drafts: number of drafts of a round; None: the paper's.
+        mask: id of the mask token; None: the padding token.
+        loss: name of the loss; None: the paper's.
+        seed: seed of the projection of PARD-2.
+        dtype: dtype of the computation.
+        size: number of the target's first layers; None: a quarter.
 
     Raises:
-        ValueError: it cannot be trained, or has another vocabulary than the target.
+        ValueError: it cannot be trained, has another vocabulary than the target, or a size that it does not have.
     """
-    draft = checked(dx.train.sub_model(lm, max(lm.model.depth // 4, 1)) if options.draft is None else
-                    dx.load(options.draft, dtype="float32"))
+    layers = size.of_draft_model(system, draft_model is not None) or max(lm.model.depth // 4, 1)
+    if layers > lm.model.depth:
+        raise ValueError(f"layers: got {layers}, takes at most the {lm.model.depth} of {lm.name!r}")
+    draft = checked(dx.train.sub_model(lm, layers) if draft_model is None else
+                    dx.load(draft_model, dtype="float32"))
     if draft.vocab_size != lm.vocab_size:
-        raise ValueError(f"draft: got {options.draft!r} with {draft.vocab_size} logits; takes a model with the "
+        raise ValueError(f"draft: got {draft_model!r} with {draft.vocab_size} logits; takes a model with the "
                          f"{lm.vocab_size} of {lm.name!r}")
-    given = dict(dtype=options.dtype, draft=draft.model, mask=lm.pad if options.mask is None else options.mask)
-    if options.system == "pard":
-        return MaskedDraft(draft, TunedDraftModel(lm.model, options.drafts or 8, options.loss or "hard", **given),
-                           draft.params)
+    given: dict[str, Any] = dict(dtype=dtype, draft=draft.model, mask=lm.pad if mask is None else mask)
+    if system == "pard":
+        return MaskedDraft(draft, TunedDraftModel(lm.model, drafts or 8, loss or "hard", **given), draft.params)
     # as the authors: the last hidden state, and those a quarter, half and three quarters of the layers before it
     depth = lm.model.depth
     states = (-1, *(i for i in dict.fromkeys(-max(depth // 4, 1) * n for n in (1, 2, 3)) if -depth <= i < -1))
-    objective = AlignedDraftModel(lm.model, options.drafts or 16, options.loss or "kl+0.1*hard", states=states, **given)
+    objective = AlignedDraftModel(lm.model, drafts or 16, loss or "kl+0.1*hard", states=states, **given)
     read, width = len(states) * lm.model.config.width, draft.model.config.width
-    weight = jax.random.uniform(jax.random.key(options.seed), (width, read), minval=-1) * read ** -0.5
+    weight = jax.random.uniform(jax.random.key(seed), (width, read), minval=-1) * read ** -0.5
     return MaskedDraft(draft, objective, {"draft": draft.params, "projection": {"weight": weight}})
