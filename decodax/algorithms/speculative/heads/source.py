@@ -302,16 +302,17 @@ def trained(lm: Any, draft: Any, *systems: str) -> TrainedHead:
 
     Args:
         lm: the target, a result of `decodax.load`.
-        draft: a `TrainedDrafter`, or the path of one; None: the one that is shipped for the target, else that in its
-            own directory, for "mtp" and "medusa" else the layers or heads in its own files.
+        draft: a `TrainedDrafter`, or the path of one; None: the one that was trained with the target and lies in its
+            directory, or is shipped for it, for "mtp" and "medusa" else the layers or heads in its own files.
         systems: names of the methods, the most likely first.
 
     Raises:
         ValueError: none is given and none is shipped, or it is one of another method or for another target.
     """
     if draft is None:
-        found = next((path for system in systems if (path := shipped_drafter(system, lm.name))), None) or (
-            heads_beside(lm.directory, *systems) or own_drafter(lm, *systems))
+        found = heads_beside(lm.directory, *systems) or next(
+            (path for system in systems if (path := shipped_drafter(system, lm.name))), None) or own_drafter(
+                lm, *systems)
         if found is None:
             raise ValueError(f"draft: {systems[0]!r} needs a drafter that was trained for {lm.name!r}, and none is "
                              "shipped; takes draft=decodax.load_drafter(DIRECTORY, lm)")
