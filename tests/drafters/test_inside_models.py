@@ -39,6 +39,7 @@ def changed(path, tensors=(), **entries):
     save_file(held | dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.wide
 def test_medusas_heads_in_the_targets_own_files_draft_without_a_drafter(model, tmp_path):
     heads = given.tensors(SHAPES)
     changed(model, {f"medusa_head.{name}": x for name, x in heads.items()}, medusa_num_heads=2, medusa_num_layers=1)
