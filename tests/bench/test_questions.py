@@ -67,6 +67,7 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.wide
 def test_speed_benchs_categories_stay_apart(tmp_path: Path, tiny_model: Path) -> None:
     lm = dx.load(tiny_model)
     asked = [row(name, f"ask about {name}", *(["and again"] if name == "writing" else [])) for name in CATEGORIES]

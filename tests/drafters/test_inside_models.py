@@ -39,6 +39,7 @@ def changed(path, tensors=(), **entries):
     save_file(held | dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.wide
 def test_medusas_heads_in_the_targets_own_files_draft_without_a_drafter(model, tmp_path):
     heads = given.tensors(SHAPES)
     changed(model, {f"medusa_head.{name}": x for name, x in heads.items()}, medusa_num_heads=2, medusa_num_layers=1)
@@ -107,7 +108,7 @@ def written(path, name, more=(), without=(), **changes):
     return path
 
 
-@pytest.mark.wide(but=("qwen3",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_the_logits_of_a_tuned_layer_are_those_of_the_public_code(name, tmp_path):
     drafter = load_drafter(written(tmp_path, name))
