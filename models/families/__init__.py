@@ -117,9 +117,9 @@ WITH_IMAGES = {"diffusion_gemma": "diffusion_gemma_text", "gemma3": "gemma3_text
                "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "hy_v4_vl": "hy_v4_vl_text",
                "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "llama4": "llama4_text",
                "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral", "mistral_large4": "mistral_large4_text",
-               "muse_glimmer": "muse_glimmer_text", "phi4_multimodal": "phi3", "phi4mm": "phi3", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
-               "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
-               "qwen3_5_moe": "qwen3_5_moe_text"}
+               "muse_glimmer": "muse_glimmer_text", "phi4_multimodal": "phi3", "phi4mm": "phi3", "qwen2_vl": "qwen2",
+               "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text",
+               "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Multimodal families, and the family of their language model if text_config does not name one."""
 
 TEXT_PARTS = {"minimax_m3": "minimax_m3_vl_text", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",
