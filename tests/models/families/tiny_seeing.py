@@ -25,11 +25,11 @@ GLM5_NEXT: dict[str, Any] = {
     "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2, "num_hidden_layers": 5, "index_n_heads": 16,
     "index_head_dim": 12, "index_topk": 6, "index_kpool": 3, "swiglu_limit": 0.6, "linear_head_dim": 6,
     "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "linear_lower_bound": -3.0, "hc_mult": 3,
-    "hc_sinkhorn_iters": 4, "attention_bias": True, "indexer_types": ["full", "full", "shared", "full", "full"],
+    "hc_sinkhorn_iters": 4, "indexer_types": ["full", "full", "shared", "full", "full"],
     "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention",
                     "indexed_attention"], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "dense"]}
 GLM5_NEXT_CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "glm5-next": ("glm5_next_text", GLM5_NEXT, None),
     "glm5-next-plain": ("glm5_next_text", {
         **{key: value for key, value in GLM5_NEXT.items() if not key.endswith("_types")}, "num_hidden_layers": 4,
-        "linear_lower_bound": None, "norm_topk_prob": False, "attention_bias": False, "index_kpool": 2}, None)}
+        "linear_lower_bound": None, "norm_topk_prob": False, "attention_bias": True, "index_kpool": 2}, None)}
