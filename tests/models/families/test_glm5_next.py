@@ -17,7 +17,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import decodax as dx
-from decodax.models.blocks.options import Layer
+from decodax.io.load import LM
+from decodax.models import Transformer
+from decodax.models.blocks.options import Layer, OutputGate
 from decodax.models.compressed.options import Pooling
 from decodax.models.families import read_config
 from decodax.models.latent.shape import Indexer, Latent
@@ -73,6 +75,32 @@ def test_streams_are_joined_by_their_mean() -> None:
     streams = jax.random.normal(jax.random.key(0), (2, 3, 3, 32))
     np.testing.assert_allclose(ends.join(streams), streams.mean(2), atol=1e-6)
     assert not jax.tree.leaves(nnx.state(ends))
+
+
+@pytest.mark.wide
+def test_sinks_and_gates_of_channels_go_with_chosen_groups() -> None:
+    """Sinks with low scores change nothing, others the logits, and chunks and drafts give the tokens of one forward."""
+    plain = read_config({**CONFIG, "num_hidden_layers": 3, "layer_types": CONFIG["layer_types"][:3]})
+    gated, sunk = (dataclasses.replace(plain, layers=tuple(
+        x if x.latent is None else dataclasses.replace(x, output_gate=OutputGate("channels"), sinks=sinks)
+        for x in plain.layers)) for sinks in (False, True))
+    model, tokens = Transformer(sunk), jax.random.randint(jax.random.key(1), (1, 20), 3, 97)
+    params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
+
+    def with_sinks(score: float | None) -> Any:
+        make = lambda part: {key: jnp.full_like(x, score) if key == "sinks" else x for key, x in part.items()
+                             if key != "sinks" or score is not None}
+        return {**params, "layers": {i: {**x, "attn": make(x["attn"])} for i, x in params["layers"].items()}}
+
+    want = Transformer(gated).forward(with_sinks(None), tokens)
+    np.testing.assert_allclose(model.forward(with_sinks(-1e4), tokens), want, atol=1e-5)
+    assert np.abs(model.forward(with_sinks(2.0), tokens) - want).max() > 1e-2
+    lm = LM(model=model, params=with_sinks(2.0), vocab_size=97)
+    run = lambda **options: dx.generate(lm, PROMPTS, max_new_tokens=9, eos_token_id=[], **options).tokens.tolist()
+    made = run()
+    assert run(chunk=5) == made and run(algorithm="prompt-lookup:length=3") == made
+    text = jnp.asarray([PROMPTS[0] + made[0]])
+    assert model.forward(lm.params, text)[0, len(PROMPTS[0]) - 1:-1].argmax(-1).tolist() == made[0]
 
 
 @pytest.mark.parametrize(("make", "message"), [
