@@ -18,6 +18,7 @@ from decodax.engine.lengths import check_room
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 from decodax.models import AdapterRows
+from decodax.models.inputs import read_texts
 from decodax.sampling import Policy
 from decodax.sampling.arithmetic import Arithmetic
 from decodax.sampling.base import Temperature
@@ -149,6 +150,13 @@ def adapter_inputs(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
         raise ValueError(f"adapter: got {shown(unknown)}, takes {', '.join(lm.adapters)}")
     which: Any = np.array([0 if name is None else 1 + lm.adapters.index(name) for name in names], np.int32)
     return AdapterRows(which)
+
+
+def text_inputs(lm: LM, inputs: Any) -> Any:
+    """Returns the inputs of the model, with a text or a list of texts as what its encoder reads."""
+    texts = isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and len(inputs) > 0
+                                        and all(isinstance(text, str) for text in inputs))
+    return read_texts(lm, inputs, None, "inputs") if texts else inputs
 
 
 def row_inputs(inputs: Any, count: int) -> Any:
