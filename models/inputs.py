@@ -39,8 +39,8 @@ class Embeddings(Struct):
 
 
 class PaddedInputs(Struct, abc.ABC):
-    """Inputs of rows that have different lengths and are padded to one width. With `batch_size`, rows of similar lengths
-    run together, without the padding that only longer rows need."""
+    """Inputs of rows that have different lengths and are padded to one width. With `batch_size`, rows of similar
+    lengths run together, without the padding that only longer rows need."""
 
     @property
     @abc.abstractmethod
@@ -59,6 +59,11 @@ class ReadsText(Model):
     @abc.abstractmethod
     def encodes(self) -> bool:
         """True if the inputs of each row are an `EncoderText`."""
+
+    @property
+    def source_vocab(self) -> int | None:
+        """Number of token ids that the encoder has; None: those of the decoder."""
+        return None
 
 
 @struct
@@ -120,16 +125,17 @@ def _rounded(length: int) -> int:
 def read_texts(lm: Any, texts: Any, language: str | Sequence[str] | None, name: str) -> EncoderText:
     """Returns the inputs that `EncoderText.read` makes. `name` is the argument that holds the texts, for errors."""
     if not reads_text(lm.model):
-        raise ValueError(f"{name}: got text, and {lm.name!r} has no encoder that reads it; a model with a decoder alone "
-                         "takes its text in the prompt")
+        raise ValueError(f"{name}: got text, and {lm.name!r} has no encoder that reads it; a model with a decoder "
+                         "alone takes its text in the prompt")
     texts = [texts] if isinstance(texts, str) else list(texts)
     if lm.tokenizer is None:
         raise ValueError(f"{name}: {lm.name!r} has no tokenizer that is read here; takes token ids: "
                          "EncoderText.of(tokenizer(texts).input_ids), with its tokenizer of transformers")
-    rows = [lm.tokenizer.encode(text) for text in texts]
+    tokenizer = lm.tokenizer.source or lm.tokenizer
+    rows = [tokenizer.encode(text) for text in texts]
     if language is not None:
         each = [language] * len(rows) if isinstance(language, str) else list(language)
-        rows = [_in_language(lm.tokenizer, row, own) for row, own in zip(rows, each, strict=True)]
+        rows = [_in_language(tokenizer, row, own) for row, own in zip(rows, each, strict=True)]
     return EncoderText.of(rows)
 
 

@@ -77,6 +77,9 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     g.add_argument("--keep", nargs="+", default=[], metavar="NAME", help="fields that go into results unchanged")
     g.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the model's chat template")
     g.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+    g.add_argument("--source-field", metavar="NAME",
+                   help="of the source of an encoder-decoder, beside which a prompt may be missing (default: source)")
+    generation.add_language(g)
 
     g = p.add_argument_group("several processes", "Each answers its share, into files of its own in the directory.")
     g.add_argument("--process", type=int, default=None, metavar="I", help="this is process I, from 0")
@@ -116,7 +119,8 @@ def run(args: argparse.Namespace) -> None:
                 "skip_special_tokens": False if args.special_tokens else None}
     names = {"algorithm": args.algorithm, "draft": args.draft if args.algorithm else None, "dtype": args.dtype,
              "weights": args.weights, "adapter": args.adapter}
-    fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system)
+    fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system, args.source_field,
+                         args.source_language)
     if not args.quiet:
         print(f"[results stand in {args.output}/.part-{process:03d}-*.log as they finish, and in {args.output}/part-"
               f"{process:03d}-*.{args.format} when {args.part_lines:,} are there or the job ends]", file=sys.stderr)

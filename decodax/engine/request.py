@@ -352,9 +352,9 @@ def _searching(search: Algorithm | None, algorithm: Any, named: Mapping[str, Any
         if algorithm is not None and not is_neutral(name, named.get(name)):
             raise ValueError(f"{name}: got {shown(named[name])} beside an algorithm; takes one of them")
     sampling["dola_layers"] = None      # it has been read
-    if search is None and algorithm is None:
+    if search is None and algorithm is None and named.get("num_beams") is None:
         return None
-    # what the model's generation config says of beams has been read, or another method takes its place
+    # what the model's generation config says of beams has been read, or another method or one beam takes its place
     sampling.update({name: nothing(name) for name in searches.ARGUMENTS if name in UNEXPRESSED})
     if search is None:
         return algorithm

@@ -86,7 +86,8 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             so that several prompts can be answered from one compressed text. Equal contexts are prefilled once.
         adapter: name of the adapter of the prompts (`LM.with_adapters`); one for all or one for each.
         inputs: further inputs of the model for each prompt, a pytree of arrays `[prompts, ...]`: the source of an
-            encoder (`decodax.models.EncoderText`, or a text for each prompt), a soft prompt (`decodax.models.Embeddings`), images (`decodax.models.Images`), an adapter.
+            encoder (`decodax.models.EncoderText`, or a text for each prompt), a soft prompt
+            (`decodax.models.Embeddings`), images (`decodax.models.Images`), an adapter.
         batch_size: number of prompts that run at once; default all. When a prompt has ended, the next one takes its
             rows. Prompts whose sources have similar lengths run together. Results are in the order of the prompts, and
             their tokens do not depend on `batch_size`.
@@ -210,7 +211,8 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
                                                        len(request.prompts[i])))
     use, parts = Use() if use is None else use, {}
     with bar(progress, "generating", len(request) * request.samples) as report:
-        answers = schedule(order, request.batch_size, read=lambda i: Ticket(request.select([i]).narrow(int(widths[i])), i), end=end,
+        ticket = lambda i: Ticket(request.select([i]).narrow(int(widths[i])), i)
+        answers = schedule(order, request.batch_size, read=ticket, end=end,
                            longest=request.longest, more=request.more, use=use, token_budget=token_budget)
         for i, part in answers:
             if isinstance(part, Exception):

@@ -97,6 +97,10 @@ class EncoderDecoder(ReadsText, ReadsAudio, RandomWeights):
     def encodes(self) -> bool:
         return self.config.features is None
 
+    @property
+    def source_vocab(self) -> int | None:
+        return self.config.source_vocab
+
     def with_cache(self, kind: CacheKind) -> EncoderDecoder:
         return dataclasses.replace(self, cache=kind)
 
