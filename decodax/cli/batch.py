@@ -30,10 +30,11 @@ examples:
       --model path/to/chat-model --algorithm prompt-lookup --temperature 0.7 --num-samples 4
 
 A line is an object with a prompt (`prompt`, `text`, or `messages`) and if you like an `id` and `options` of its own; a
-text alone; or a request to OpenAI's API with its `custom_id`. Results go to part-000-00000.jsonl and so on, lines that
-failed to _errors-000.jsonl. While the command runs, the results of the part at hand stand in a hidden file,
-.part-000-00000.log, one line of JSON each as soon as it is there; it gets its name when the part is full or the command
-ends. Interrupted or killed, the same command goes on where it was.
+text alone; or a request to OpenAI's API with its `custom_id`. For an encoder-decoder it has a `source`, and the prompt
+is what the answer begins with, by default nothing. Results go to part-000-00000.jsonl and so on, lines that failed to
+_errors-000.jsonl. While the command runs, the results of the part at hand stand in a hidden file, .part-000-00000.log,
+one line of JSON each as soon as it is there; it gets its name when the part is full or the command ends. Interrupted or
+killed, the same command goes on where it was.
 """
 
 EXIT = """\

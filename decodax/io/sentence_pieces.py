@@ -1,8 +1,8 @@
 """Tokenizers of SentencePiece files (Kudo and Richardson, 2018) whose ids are in a separate vocabulary: Marian, with a
 file for each side, and M2M-100.
 
-SentencePiece divides a text into pieces, and `vocab.json` has their ids; a piece without one is unknown. For M2M-100 the
-tokens of languages have the ids after the vocabulary; for Marian `>>fra<<` at the beginning of a text is a piece.
+SentencePiece divides a text into pieces, and `vocab.json` has their ids; a piece without one is unknown. For M2M-100
+the tokens of languages have the ids after the vocabulary; for Marian `>>fra<<` at the beginning of a text is a piece.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_jobs_read_sources(tmp_path: Path) -> None:
         "text": TEXTS[2], "language": "zul_Latn"}}, {"id": "prompt", "source": "w20", "prompt": "deu_Latn"}]
     wrong = [({"id": "none", "prompt": "x"}, "has no 'source', which the model's encoder reads"),
              ({"id": "kind", "source": 5}, "source: got 5, takes a text, token ids, or an object with a text"),
-             ({"id": "keys", "source": {"text": "x", "lang": "y"}}, "source: got {'text': 'x', 'lang': 'y'}, takes"),
+             ({"id": "keys", "source": {"text": "x", "lang": "y"}}, "source: got {'lang': 'y', 'text': 'x'}, takes"),
              ({"id": "unknown", "source": [99]}, "inputs: got token id 99 in source 0"),
              ({"id": "language", "source": {"text": "x", "language": "y"}}, "language: got 'y', which is no token")]
     source = tmp_path / "in.jsonl"
