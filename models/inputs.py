@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +38,36 @@ class Embeddings(Struct):
         return take(self.values, index), take(self.given, index) & (positions < T)
 
 
+class PaddedInputs(Struct, abc.ABC):
+    """Inputs of rows that have different lengths and are padded to one width. With `batch_size`, rows of similar
+    lengths run together, without the padding that only longer rows need."""
+
+    @property
+    @abc.abstractmethod
+    def widths(self) -> np.ndarray:
+        """`i64[B]`, the width that each row needs, rounded up so that few programs are compiled."""
+
+    @abc.abstractmethod
+    def cut(self, width: int) -> Self:
+        """Returns the same rows padded to `width`, the largest of `widths` or more, and at most the present width."""
+
+
+class ReadsText(Model):
+    """A model that may have an encoder of texts."""
+
+    @property
+    @abc.abstractmethod
+    def encodes(self) -> bool:
+        """True if the inputs of each row are an `EncoderText`."""
+
+    @property
+    def source_vocab(self) -> int | None:
+        """Number of token ids that the encoder has; None: those of the decoder."""
+        return None
+
+
 @struct
-class EncoderText(Struct):
+class EncoderText(PaddedInputs):
     """Inputs of an `EncoderDecoder`, and of a `Transformer` with prefix linear attention: the text of the encoder for
     each row.
 
@@ -57,8 +85,7 @@ class EncoderText(Struct):
         that few programs are compiled: a power of two from 16 to 128, then a multiple of 128."""
         if not len(rows) or not all(map(len, rows)):
             raise ValueError("rows: got a text without tokens, takes at least one token for each row")
-        width = max(map(len, rows))
-        width = max(power(width), 16) if width <= 128 else -(-width // 128) * 128
+        width = _rounded(max(map(len, rows)))
         tokens: Any = np.zeros((len(rows), width), np.int32)
         for row, ids in zip(tokens, rows, strict=True):
             row[:len(ids)] = ids
@@ -76,17 +103,45 @@ class EncoderText(Struct):
                 language with which the tokenizer was saved.
 
         Raises:
-            ValueError: the model has no tokenizer, or its tokenizer has no such token or marks no language.
+            ValueError: the model has no encoder of texts or no tokenizer, or its tokenizer has no such token or marks
+                no language.
         """
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        if lm.tokenizer is None:
-            raise ValueError(f"texts: {lm.name!r} has no tokenizer that is read here; takes token ids: "
-                             "EncoderText.of(tokenizer(texts).input_ids), with its tokenizer of transformers")
-        rows = [lm.tokenizer.encode(text) for text in texts]
-        if language is not None:
-            each = [language] * len(rows) if isinstance(language, str) else list(language)
-            rows = [_in_language(lm.tokenizer, row, own) for row, own in zip(rows, each, strict=True)]
-        return cls.of(rows)
+        return read_texts(lm, texts, language, "texts")
+
+    @property
+    def widths(self) -> np.ndarray:
+        found: Any = np.array([_rounded(n) for n in np.asarray(self.length).tolist()], np.int64)
+        return np.minimum(found, self.tokens.shape[1])
+
+    def cut(self, width: int) -> Self:
+        return self.replace(tokens=self.tokens[:, :width])
+
+
+def _rounded(length: int) -> int:
+    """Returns the width for texts of up to `length` tokens."""
+    return max(power(length), 16) if length <= 128 else -(-length // 128) * 128
+
+
+def read_texts(lm: Any, texts: Any, language: str | Sequence[str] | None, name: str) -> EncoderText:
+    """Returns the inputs that `EncoderText.read` makes. `name` is the argument that holds the texts, for errors."""
+    if not reads_text(lm.model):
+        raise ValueError(f"{name}: got text, and {lm.name!r} has no encoder that reads it; a model with a decoder "
+                         "alone takes its text in the prompt")
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if lm.tokenizer is None:
+        raise ValueError(f"{name}: {lm.name!r} has no tokenizer that is read here; takes token ids: "
+                         "EncoderText.of(tokenizer(texts).input_ids), with its tokenizer of transformers")
+    tokenizer = lm.tokenizer.source or lm.tokenizer
+    rows = [tokenizer.encode(text) for text in texts]
+    if language is not None:
+        each = [language] * len(rows) if isinstance(language, str) else list(language)
+        rows = [_in_language(tokenizer, row, own) for row, own in zip(rows, each, strict=True)]
+    return EncoderText.of(rows)
+
+
+def reads_text(model: Model) -> bool:
+    """Returns True if the inputs of the model are an `EncoderText`."""
+    return isinstance(model, ReadsText) and model.encodes
 
 
 def _in_language(tokenizer: Any, row: Sequence[int], language: str) -> list[int]:

@@ -33,7 +33,7 @@ from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Decoder
 from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.images import Images, check_cache, images_of, no_images, with_axes
-from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
+from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
 from decodax.models.packed import Adapted, embedded, whole
@@ -48,7 +48,7 @@ Weights = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(LayeredModel, RandomWeights, ReadsInPart):
+class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
     """A decoder-only transformer. It is compared by value and static under jit.
 
     Attributes:

@@ -62,6 +62,9 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.set_defaults(command=generate)
     p.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; without it --file or standard input")
     p.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file, - is standard input")
+    p.add_argument("--source", metavar="TEXT",
+                   help="what an encoder-decoder reads; PROMPT is what its answer begins with, by default nothing")
+    generation.add_language(p)
     generation.add_model(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="a system message for --chat")

@@ -30,10 +30,11 @@ examples:
       --model path/to/chat-model --algorithm prompt-lookup --temperature 0.7 --num-samples 4
 
 A line is an object with a prompt (`prompt`, `text`, or `messages`) and if you like an `id` and `options` of its own; a
-text alone; or a request to OpenAI's API with its `custom_id`. Results go to part-000-00000.jsonl and so on, lines that
-failed to _errors-000.jsonl. While the command runs, the results of the part at hand stand in a hidden file,
-.part-000-00000.log, one line of JSON each as soon as it is there; it gets its name when the part is full or the command
-ends. Interrupted or killed, the same command goes on where it was.
+text alone; or a request to OpenAI's API with its `custom_id`. For an encoder-decoder it has a `source`, and the prompt
+is what the answer begins with, by default nothing. Results go to part-000-00000.jsonl and so on, lines that failed to
+_errors-000.jsonl. While the command runs, the results of the part at hand stand in a hidden file, .part-000-00000.log,
+one line of JSON each as soon as it is there; it gets its name when the part is full or the command ends. Interrupted or
+killed, the same command goes on where it was.
 """
 
 EXIT = """\
@@ -77,6 +78,9 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     g.add_argument("--keep", nargs="+", default=[], metavar="NAME", help="fields that go into results unchanged")
     g.add_argument("--chat", action="store_true", help="a prompt is a user's message; use the model's chat template")
     g.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+    g.add_argument("--source-field", metavar="NAME",
+                   help="of the source of an encoder-decoder, beside which a prompt may be missing (default: source)")
+    generation.add_language(g)
 
     g = p.add_argument_group("several processes", "Each answers its share, into files of its own in the directory.")
     g.add_argument("--process", type=int, default=None, metavar="I", help="this is process I, from 0")
@@ -116,7 +120,8 @@ def run(args: argparse.Namespace) -> None:
                 "skip_special_tokens": False if args.special_tokens else None}
     names = {"algorithm": args.algorithm, "draft": args.draft if args.algorithm else None, "dtype": args.dtype,
              "weights": args.weights, "adapter": args.adapter}
-    fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system)
+    fields = jobs.Fields(args.prompt_field, args.id_field, tuple(args.keep), args.chat, args.system, args.source_field,
+                         args.source_language)
     if not args.quiet:
         print(f"[results stand in {args.output}/.part-{process:03d}-*.log as they finish, and in {args.output}/part-"
               f"{process:03d}-*.{args.format} when {args.part_lines:,} are there or the job ends]", file=sys.stderr)

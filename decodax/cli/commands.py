@@ -71,6 +71,11 @@ def generate(args: argparse.Namespace) -> None:
         given = [*system, {"role": "user", "content": prompt}]
     if args.cache is not None:
         options["cache"] = args.cache
+    if args.source is not None:
+        from decodax.models.inputs import read_texts
+
+        with naming_the_argument():
+            options["inputs"] = read_texts(lm, args.source, args.source_language, "--source")
     if args.context is not None:
         options["context"] = Path(args.context).read_text(encoding="utf-8")
     options |= {"seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens,
@@ -279,8 +284,12 @@ def _prompt(args: argparse.Namespace) -> str:
         raise UsageError("--system goes with --chat")
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs goes with --json")
+    if args.source is None and args.source_language is not None:
+        raise UsageError("--source-language goes with --source")
     if args.prompt is not None:
         return args.prompt
+    if args.source is not None and args.file is None:
+        return ""
     if args.file is None and sys.stdin.isatty():
         raise UsageError("no prompt: give one as an argument, with --file, or on standard input")
     try:
@@ -309,7 +318,8 @@ def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str,
 
     stats = result.stats
     report: dict[str, Any] = {
-        "model": args.model, "algorithm": args.algorithm, "seed": args.seed, "prompt": prompt, "text": result.text,
+        "model": args.model, "algorithm": args.algorithm, "seed": args.seed,
+        **({} if args.source is None else {"source": args.source}), "prompt": prompt, "text": result.text,
         "tokens": [result.row(i).tolist() for i in range(len(result))],
         "status": [s.name.lower() for s in result.status],
         "stats": {

@@ -85,6 +85,12 @@ def add(p: argparse.ArgumentParser) -> None:
                         "everything")
 
 
+def add_language(p: Any) -> None:
+    """Adds the argument for the language of the sources of an encoder-decoder."""
+    p.add_argument("--source-language", metavar="TOKEN",
+                   help="token of the source's language, such as deu_Latn (default: as the tokenizer was saved)")
+
+
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the sampling options that were given, as arguments of `decodax.generate`."""
     named = [name for name, *_ in SAMPLING] + ["num_beams", "length_penalty", "regex"]

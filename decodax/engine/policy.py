@@ -18,6 +18,7 @@ from decodax.engine.lengths import check_room
 from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 from decodax.models import AdapterRows
+from decodax.models.inputs import EncoderText, ReadsText, read_texts
 from decodax.sampling import Policy
 from decodax.sampling.arithmetic import Arithmetic
 from decodax.sampling.base import Temperature
@@ -149,6 +150,33 @@ def adapter_inputs(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
         raise ValueError(f"adapter: got {shown(unknown)}, takes {', '.join(lm.adapters)}")
     which: Any = np.array([0 if name is None else 1 + lm.adapters.index(name) for name in names], np.int32)
     return AdapterRows(which)
+
+
+def text_inputs(lm: LM, inputs: Any) -> Any:
+    """Returns the inputs of the model, with a text or a list of texts as what its encoder reads."""
+    texts = isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and len(inputs) > 0
+                                        and all(isinstance(text, str) for text in inputs))
+    found = read_texts(lm, inputs, None, "inputs") if texts else inputs
+    if isinstance(found, EncoderText) and isinstance(lm.model, ReadsText):
+        _known(found, lm.model.source_vocab or lm.vocab_size)
+    return found
+
+
+def _known(source: EncoderText, vocab: int) -> None:
+    """Raises ValueError for lengths out of range, or token ids that the encoder does not have."""
+    tokens, length = np.asarray(source.tokens), np.asarray(source.length)
+    if tokens.ndim != 2 or length.shape != tokens.shape[:1]:
+        raise ValueError(f"inputs: got an EncoderText of tokens {tokens.shape} with lengths {length.shape}, takes "
+                         "[B, T] and [B]")
+    width = tokens.shape[1]
+    if (bad := np.flatnonzero((length < 1) | (length > width))).size:
+        raise ValueError(f"inputs: got the length {length[bad[0]]} for source {bad[0]}, takes 1 to {width}, the width "
+                         "of its tokens")
+    wrong = (np.arange(width) < length[:, None]) & ((tokens < 0) | (tokens >= vocab))
+    if wrong.any():
+        row, at = np.argwhere(wrong)[0]
+        raise ValueError(f"inputs: got token id {tokens[row, at]} in source {row}, which is outside the encoder's "
+                         f"vocabulary of {vocab}")
 
 
 def row_inputs(inputs: Any, count: int) -> Any:

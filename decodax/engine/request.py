@@ -44,9 +44,11 @@ from decodax.engine.policy import (
     guidance_of,
     policy_of,
     row_inputs,
+    text_inputs,
 )
 from decodax.io.load import LM
 from decodax.io.prompts import prompt_rows, read_prompt
+from decodax.models.inputs import PaddedInputs
 from decodax.sampling import Policy
 from decodax.sampling.arithmetic import evenly
 from decodax.sampling.config import UNEXPRESSED, nothing
@@ -135,6 +137,7 @@ class Request:
             OutOfTime: `max_time` was over before the constraints were built.
         """
         begun, lm = time.monotonic(), model(lm)
+        inputs = text_inputs(lm, inputs)
         check_names(where, sampling)
         said, named = Config(lm), named or {}
         seconds = said.or_given("max_time", max_time, positive)
@@ -258,6 +261,11 @@ class Request:
         return max(len(row) + int(new) for row, new in zip(self.prompts, self.max_new, strict=True))
 
     @property
+    def widths(self) -> np.ndarray:
+        """`i64[B]`, the width that the inputs of each prompt need if they are padded; else 0."""
+        return self.inputs.widths if isinstance(self.inputs, PaddedInputs) else np.zeros(len(self), np.int64)
+
+    @property
     def answers(self) -> int:
         """Number of rows of each prompt that are returned as results: `samples`, or fewer for methods that work on
         several rows of a prompt (`Traits.answers`)."""
@@ -288,6 +296,12 @@ class Request:
             request_ids=self.request_ids[index], inputs=jax.tree.map(lambda x: x[index], self.inputs),
             guidance=None if self.guidance is None else self.guidance[index],
             policy=self.policy.select(each))
+
+    def narrow(self, width: int | None = None) -> Request:
+        """Returns the request with padded inputs cut to a width; None: the one that they need."""
+        if not isinstance(self.inputs, PaddedInputs):
+            return self
+        return dataclasses.replace(self, inputs=self.inputs.cut(int(self.widths.max()) if width is None else width))
 
     @staticmethod
     def join(requests: Sequence[Request]) -> Request:
@@ -338,9 +352,9 @@ def _searching(search: Algorithm | None, algorithm: Any, named: Mapping[str, Any
         if algorithm is not None and not is_neutral(name, named.get(name)):
             raise ValueError(f"{name}: got {shown(named[name])} beside an algorithm; takes one of them")
     sampling["dola_layers"] = None      # it has been read
-    if search is None and algorithm is None:
+    if search is None and algorithm is None and named.get("num_beams") is None:
         return None
-    # what the model's generation config says of beams has been read, or another method takes its place
+    # what the model's generation config says of beams has been read, or another method or one beam takes its place
     sampling.update({name: nothing(name) for name in searches.ARGUMENTS if name in UNEXPRESSED})
     if search is None:
         return algorithm

@@ -85,10 +85,12 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             (`decodax.caches.Prefix`). A cache policy evicts or compresses the context before the prompts are prefilled,
             so that several prompts can be answered from one compressed text. Equal contexts are prefilled once.
         adapter: name of the adapter of the prompts (`LM.with_adapters`); one for all or one for each.
-        inputs: further inputs of the model for each prompt, a pytree of arrays `[prompts, ...]`: the input of an
-            encoder, a soft prompt (`decodax.models.Embeddings`), images (`decodax.models.Images`), an adapter.
+        inputs: further inputs of the model for each prompt, a pytree of arrays `[prompts, ...]`: the source of an
+            encoder (`decodax.models.EncoderText`, or a text for each prompt), a soft prompt
+            (`decodax.models.Embeddings`), images (`decodax.models.Images`), an adapter.
         batch_size: number of prompts that run at once; default all. When a prompt has ended, the next one takes its
-            rows. Results are in the order of the prompts, and their tokens do not depend on `batch_size`.
+            rows. Prompts whose sources have similar lengths run together. Results are in the order of the prompts, and
+            their tokens do not depend on `batch_size`.
         max_time: seconds, counted from the beginning of the call, after which all unfinished rows end with
             `Status.TIME` and the text so far. The clock is checked between bursts of rounds and while constraints are
             built. A compilation is not interrupted: the first call of its kind may take much longer than `max_time`.
@@ -169,11 +171,12 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
     """Runs a request in batches of `batch_size` prompts, one after the other; a batch runs until all its rows have
     ended. `end` is the time by `time.monotonic` at which unfinished rows end."""
     count, size = len(request), request.batch_size
-    order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
+    widths = request.widths
+    order = sorted(range(count), key=lambda i: (widths[i], len(request.prompts[i]))) if size else list(range(count))
     parts: list[Result] = []
     with bar(progress, "generating", count * request.samples) as report:
         for start in range(0, count, size or count):
-            part = request.select(order[start:start + size]) if size else request
+            part = request.select(order[start:start + size]).narrow() if size else request
             if parts and end is not None and time.monotonic() > end:
                 parts.append(unstarted(part))
                 continue
@@ -200,12 +203,16 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
         token_budget: see `serve`.
     """
     assert request.batch_size is not None
-    # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
-    # of similar length side by side, which are read together
-    order = sorted(range(len(request)), key=lambda i: (-power(int(request.max_new[i])), len(request.prompts[i])))
+    # sources of one width after the other, since a batch has one; the longest texts first, so that few places stand
+    # empty in the end; among those of about the same length, prompts of similar length side by side, which are read
+    # together
+    widths = _filled(request.widths, request.batch_size)
+    order = sorted(range(len(request)), key=lambda i: (widths[i], -power(int(request.max_new[i])),
+                                                       len(request.prompts[i])))
     use, parts = Use() if use is None else use, {}
     with bar(progress, "generating", len(request) * request.samples) as report:
-        answers = schedule(order, request.batch_size, read=lambda i: Ticket(request.select([i]), i), end=end,
+        ticket = lambda i: Ticket(request.select([i]).narrow(int(widths[i])), i)
+        answers = schedule(order, request.batch_size, read=ticket, end=end,
                            longest=request.longest, more=request.more, use=use, token_budget=token_budget)
         for i, part in answers:
             if isinstance(part, Exception):
@@ -216,6 +223,19 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
     return dataclasses.replace(found, stats=dataclasses.replace(
         found.stats, forwards=use.forwards, prefill_forwards=use.prefill_forwards, seconds=use.seconds,
         prefill_seconds=use.prefill_seconds))
+
+
+def _filled(widths: np.ndarray, seats: int) -> np.ndarray:
+    """Returns the widths, with those that fewer than `seats` rows have raised to the next larger one: their batch would
+    not be full, and costs programs of its own.
+
+    >>> _filled(np.array([16, 16, 32, 64, 64, 64]), 3).tolist()
+    [32, 32, 32, 64, 64, 64]
+    """
+    for width in sorted(set(widths.tolist()))[:-1]:
+        if (few := widths == width).sum() < seats:
+            widths = np.where(few, widths[widths > width].min(), widths)
+    return widths
 
 
 def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Unpack[StreamOptions]) -> Stream:

@@ -29,7 +29,8 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | None
 
 
 Inputs = Struct | Mapping[str, Any] | Sequence[Any] | Array | np.ndarray | None
-"""Further inputs of a model, a pytree of arrays `[prompts, ...]`, such as a `decodax.models.EncoderText`."""
+"""Further inputs of a model, a pytree of arrays `[prompts, ...]`, such as a `decodax.models.EncoderText`; or the texts
+for its encoder."""
 
 
 class TokenOptions(TypedDict, total=False):

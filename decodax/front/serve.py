@@ -205,7 +205,7 @@ def read(lm: LM, prompt: Any, where: int, own: Mapping[str, Any], options: Mappi
     request = Request.read(lm, [prompt], request_ids=[where], **by_name({**options, **own}))
     if not possible(request):
         raise ValueError(SHARED)
-    return request
+    return request.narrow()
 
 
 def address(name: Any) -> int:

@@ -32,6 +32,7 @@ from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.kinds import ZOO, is_drafter, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.quantised import quantization
+from decodax.io.sentence_pieces import NEEDS, has_pieces, installed, read_pieces
 from decodax.io.text import Tokenizer
 from decodax.models import EncoderDecoder, Transformer, adapters
 from decodax.models.diffusion import Diffusion
@@ -44,7 +45,7 @@ SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "
 """Tokenizer files in formats that cannot be read."""
 
 WITHOUT_FAST = "m2m_100", "marian"
-"""Families whose released tokenizers have no fast form, so no tokenizer.json."""
+"""Families whose released tokenizers have no fast form, so no tokenizer.json; see `decodax.io.sentence_pieces`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,10 +330,14 @@ def _tokenizer(path: Path, needed: bool = False, family: Any = None) -> Tokenize
     """Returns the tokenizer of a directory, or None if it has none. `family` is its `model_type`."""
     if (path / "tokenizer.json").is_file():
         return Tokenizer.from_dir(path)
+    if (pieces := has_pieces(path)) and installed():
+        return read_pieces(path)
     if other := sorted(file.name for pattern in SLOW for file in path.glob(pattern)):
         if family in WITHOUT_FAST and not needed:
             warnings.warn(f"{path}: has {', '.join(other)} and no tokenizer.json, so the model takes and gives token "
-                          "ids; its tokenizer of transformers makes them, and texts from them", stacklevel=outside())
+                          "ids; " + (f"pip install decodax[{NEEDS}] brings what reads texts" if pieces else
+                                     "its tokenizer of transformers makes them, and texts from them"),
+                          stacklevel=outside())
             return None
         raise CheckpointError(f"{path}: has {', '.join(other)} and no tokenizer.json; transformers writes one:\n"
                               f"    tokenizer = transformers.AutoTokenizer.from_pretrained({str(path)!r})\n"

@@ -22,6 +22,7 @@ from decodax.io import huge_pages
 from decodax.io.load import LM
 from decodax.io.packed import ENTRY, place_packed
 from decodax.io.saving import save_encoder_decoder, save_mamba2, save_model
+from decodax.io.sentence_pieces import PieceTokenizer
 from decodax.models.calibration import nothing, observe
 from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.formats import Format, ModelFormat, kernels, read_format
@@ -131,7 +132,7 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
     else:
         save_model(root, lm.model, lm.params, config, dtype)
     (root / "generation_config.json").write_text(json.dumps(lm.generation_config, indent=2) + "\n")
-    if lm.tokenizer is not None and lm.tokenizer.directory is None:
+    if lm.tokenizer is not None and (lm.tokenizer.directory is None or isinstance(lm.tokenizer, PieceTokenizer)):
         lm.tokenizer.save(root)
     source = None if lm.tokenizer is None else lm.tokenizer.directory
     for name in TOKENIZER:

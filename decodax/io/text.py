@@ -37,18 +37,19 @@ class Tokenizer:
         chat_templates: Jinja source by name; "default" is the usual one.
         template_files: the file of each template, for errors.
         directory: the directory of its files; None if it was made in memory.
+        source: the tokenizer of texts for the model's encoder; None: this one.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None = None, eos_ids: Sequence[int] = (),
                  pad_id: int | None = None, special_tokens: Mapping[str, str] | None = None,
                  chat_templates: Mapping[str, str] | None = None, template_files: Mapping[str, str] | None = None,
-                 directory: Path | None = None):
+                 directory: Path | None = None, source: Tokenizer | None = None):
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_id, self.eos_ids, self.pad_id = bos_id, tuple(eos_ids), pad_id
         self.special_tokens, self.chat_templates = dict(special_tokens or {}), dict(chat_templates or {})
-        self.template_files, self.directory = dict(template_files or {}), directory
+        self.template_files, self.directory, self.source = dict(template_files or {}), directory, source
         self._pieces: dict[bool, TokenBytes] = {}
 
     def __repr__(self) -> str:

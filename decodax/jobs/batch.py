@@ -25,6 +25,7 @@ from decodax.engine.slots import Use
 from decodax.front.serve import ALONE, address, given, read, settled
 from decodax.io.load import LM
 from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
+from decodax.jobs.sources import fields_for, with_source
 from decodax.jobs.store import FORMATS, ResultStore, digest
 
 BROKEN = "the model's logits held a NaN or an infinity"
@@ -120,8 +121,11 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
     end = None if max_time is None else time.monotonic() + positive("max_time", max_time)
     said = given({**options, **(names or {})})
     lm, options = settled(lm, options, whole("slots", slots, 1))
+    fields = fields_for(lm, fields)
+    named = {name: x for name, x in dataclasses.asdict(dataclasses.replace(fields, keep=tuple(fields.keep))).items()
+             if x is not None or name not in ("source", "language")}      # manifests from before have neither
     identity = {"model": fingerprint(lm), "options": {key: _plain(value) for key, value in sorted(said.items())},
-                "fields": dataclasses.asdict(dataclasses.replace(fields, keep=tuple(fields.keep))), "tokens": tokens}
+                "fields": named, "tokens": tokens}
     if form == "parquet":
         pyarrow("parquet")
     store = ResultStore(Path(directory), identity, form, part, process, processes)
@@ -146,7 +150,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
             if key in store.done:
                 done.before += 1
                 return None
-            request = read(lm, line.prompt, address(line.id), line.options, options)
+            request = read(lm, line.prompt, address(line.id), with_source(lm, fields, line, options), options)
         except OutOfTime as late:
             return Refused(late, (line, len(late.request.prompts[0])))
         except Exception as error:
@@ -279,7 +283,7 @@ def fingerprint(lm: LM) -> dict[str, str]:
     found = hashlib.blake2b(digest_size=16)
     if lm.directory is not None:
         for path in sorted(Path(lm.directory).iterdir()):
-            if path.suffix in (".json", ".safetensors", ".jinja", ".model"):
+            if path.suffix in (".json", ".safetensors", ".jinja", ".model", ".spm"):
                 size = path.stat().st_size
                 found.update(f"{path.name} {size}".encode())
                 with path.open("rb") as file:

@@ -43,6 +43,7 @@ class Line:
         options: options of `decodax.generate` for this prompt.
         keep: fields that are copied to its result.
         api: "chat.completion" or "text_completion" if the line is a request to OpenAI's API, else None.
+        source: what the model's encoder reads, as the line has it; None: nothing.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Line:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keep: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     api: str | None = None
+    source: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Fields:
         keep: names of the fields that are copied to the result.
         chat: True if a prompt that is a text is a user's message of a chat.
         system: the system message before it, or None.
+        source: name of the field with the source of an encoder-decoder: a text, token ids, or an object with `text` and
+            `language`. A prompt may then be missing, and a line that is a text alone is a source. None: `source` if the
+            model has an encoder that reads text.
+        language: token of the language of sources that give none, as in `decodax.models.EncoderText.read`.
     """
 
     prompt: str | None = None
@@ -70,6 +76,8 @@ class Fields:
     keep: Sequence[str] = ()
     chat: bool = False
     system: str | None = None
+    source: str | None = None
+    language: str | None = None
 
     def __post_init__(self) -> None:
         if taken := [name for name in self.keep if name in RESULT]:
@@ -96,16 +104,17 @@ class Fields:
         if isinstance(row, LineError):
             raise row
         if isinstance(row, str):
-            row = {"prompt": row}
+            row = {self.source or "prompt": row}
         if not isinstance(row, Mapping):
             raise LineError(f"got {type(row).__name__}, takes an object with a prompt, or a text")
         if _is_api(row):
             return self._api(number, row)
         names = (self.prompt,) if self.prompt is not None else ("messages", "prompt", "text")
-        found = [name for name in names if row.get(name) is not None]
-        if not found:
+        found = [name for name in names if row.get(name) is not None and name != self.source]
+        source = None if self.source is None else _own(row, self.source)
+        if not found and source is None:
             raise LineError(f"has no {' or '.join(map(repr, names))}; got {', '.join(map(repr, row)) or 'nothing'}")
-        if aside := sorted(ASIDE & row.keys() - {self.id, found[0], *self.keep}):
+        if aside := sorted(ASIDE & row.keys() - {self.id, *found[:1], self.source, *self.keep}):
             warnings.warn(f"{aside[0]}: has no effect outside of a line's options; move it into options",
                           stacklevel=outside())
         options = _own(row, "options")
@@ -122,8 +131,8 @@ class Fields:
                 raise LineError(f"{kept}: got {row[kept]!r}, which JSON cannot hold") from error
         if (name := row.get(self.id)) is not None and not _is_name(name):
             raise LineError(f"{self.id}: got {name!r}, takes a text or a number")
-        return Line(number, self.name(number, row)[1], self._prompt(_own(row, found[0])), options,
-                    {name: row[name] for name in self.keep})
+        return Line(number, self.name(number, row)[1], self._prompt(_own(row, found[0])) if found else "", options,
+                    {name: row[name] for name in self.keep}, source=source)
 
     def _prompt(self, prompt: Any) -> Any:
         if not self.chat or not isinstance(prompt, str):

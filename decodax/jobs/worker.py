@@ -19,6 +19,7 @@ from decodax.io.load import LM
 from decodax.jobs.batch import BROKEN, answer, reason
 from decodax.jobs.columns import of_results, table
 from decodax.jobs.lines import Fields, Filled, LineError
+from decodax.jobs.sources import fields_for, with_source
 
 
 class Worker:
@@ -51,10 +52,11 @@ class Worker:
 
     def __init__(self, lm: LM | str | os.PathLike[str], *, slots: int = 16, fields: Fields | None = None,
                  tokens: bool = False, memory: str | None = None, token_budget: int | None = None, **options: Any):
-        self.slots, self.fields, self.tokens = whole("slots", slots, 1), fields or Fields(), tokens
+        self.slots, self.tokens = whole("slots", slots, 1), tokens
         self.token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
         self.memory = None if memory is None else in_bytes(memory, "memory")
         self.lm, self.options = settled(lm, options, self.slots)
+        self.fields = fields_for(self.lm, fields or Fields())
         self.many = Request.read(self.lm, [[0]], **by_name(self.options)).answers > 1
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
@@ -77,7 +79,8 @@ class Worker:
                 line = self.fields.read(i + 1, rows[i])
                 if line.api is None and rows[i].get(self.fields.id) is None:
                     raise LineError(f"has no {self.fields.id!r}, which addresses its randomness")
-                request = read(self.lm, line.prompt, address(line.id), line.options, self.options)
+                own = with_source(self.lm, self.fields, line, self.options)
+                request = read(self.lm, line.prompt, address(line.id), own, self.options)
             except OutOfTime as late:
                 return Refused(late, (i, line, len(late.request.prompts[0])))
             except Exception as error:
@@ -100,7 +103,7 @@ class Worker:
         """Returns the names of the columns that every result table has for batches with these fields."""
         api = ["id", "custom_id", "response"] if {"custom_id", "body"} <= given.keys() else []
         prompts = ("messages", "prompt", "text") if self.fields.prompt is None else (self.fields.prompt,)
-        own = [] if api and given.keys().isdisjoint(prompts) else \
+        own = [] if api and given.keys().isdisjoint({*prompts, self.fields.source}) else \
             ["id", *self.fields.keep, *of_results(self.lm, self.options, self.tokens)]
         return [*api, *own, "error"]
 

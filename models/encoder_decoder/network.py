@@ -35,7 +35,7 @@ from decodax.models.encoder_decoder.config import (
 )
 from decodax.models.encoder_decoder.names import divided, sources
 from decodax.models.encoder_decoder.positions import relative_bias, sinusoids
-from decodax.models.inputs import EncoderAudio, EncoderText, ReadsAudio, named
+from decodax.models.inputs import EncoderAudio, EncoderText, ReadsAudio, ReadsText, named
 from decodax.models.layers import ACTIVATIONS
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.transformer import Weights
@@ -62,7 +62,7 @@ class EncoderMemory(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoder(ReadsAudio, RandomWeights):
+class EncoderDecoder(ReadsText, ReadsAudio, RandomWeights):
     """An encoder-decoder. It is compared by value and static under jit.
 
     The inputs of each row are an `EncoderText`, or an `EncoderAudio` if the encoder reads audio. A row's tokens are
@@ -92,6 +92,14 @@ class EncoderDecoder(ReadsAudio, RandomWeights):
     def frames(self) -> tuple[int, int] | None:
         c = self.config
         return None if c.features is None else (c.features, 2 * c.encoder.positions.count)   # type: ignore[union-attr]
+
+    @property
+    def encodes(self) -> bool:
+        return self.config.features is None
+
+    @property
+    def source_vocab(self) -> int | None:
+        return self.config.source_vocab
 
     def with_cache(self, kind: CacheKind) -> EncoderDecoder:
         return dataclasses.replace(self, cache=kind)
