@@ -41,6 +41,12 @@ def small() -> dx.LM:
     return dataclasses.replace(lm, model=Transformer(config), params=params)
 
 
+def mixing() -> dict[str, np.ndarray]:
+    """A random projection of two hidden states of the target to the draft model's width."""
+    width = loaded("smollm2").model.config.width
+    return {"weight": np.random.default_rng(0).normal(size=(width, 2 * width)) / width}
+
+
 def decoded(algorithm: Any = None) -> Any:
     """Greedy rows, and one that samples."""
     return dx.generate(loaded("smollm2"), chats(), algorithm=algorithm, max_new_tokens=32, seed=5,
@@ -56,7 +62,7 @@ def options(name: str) -> dict[str, Any]:
     """Options of entries that measure or learn by default, so that they do not take minutes."""
     given: dict[str, dict[str, Any]] = {
         "adaeagle": dict(network=length_network(loaded("smollm2"))), "pard": dict(mask=0, length=3),
-        "pard-2": dict(mask=0, length=3), "automatic": dict(lengths=(3,)), "disco": dict(predictor=draft_classifier()),
+        "pard-2": dict(mask=0, length=3, states=(-1, 10), projection=mixing()), "automatic": dict(lengths=(3,)), "disco": dict(predictor=draft_classifier()),
         "specdec++": dict(head=acceptance_head(small())),
         "self-speculative": dict(skip_mlp=(4, 9), gamma=0.3),
         "knn-ssd": dict(domains=[[chats()[0][:40]], [chats()[1][:40]]])}
