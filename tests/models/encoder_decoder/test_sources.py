@@ -14,12 +14,14 @@ from decodax import jobs
 from decodax.core import drivers
 from decodax.front.generate import _filled
 from decodax.models import EncoderText
+from tests.matrix import often
 from tests.models.encoder_decoder.test_encoder_decoder import translator
 from tests.models.encoder_decoder.tiny import loaded
 from tests.models.small import tokens_of
 
 LENGTHS = (3, 20, 14, 40, 2, 9, 33, 16, 5, 25, 47, 11)
 SAMPLED: dict[str, Any] = dict(temperature=1.0, seed=3)
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED, "samples": dict(SAMPLED, num_samples=2)}
 
 
 def rows_of(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
@@ -43,10 +45,10 @@ def test_the_widths_of_few_rows_are_raised_to_the_next() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("options", [{}, SAMPLED, dict(SAMPLED, num_samples=2)], ids=["greedy", "sampled", "samples"])
-def test_rows_grouped_by_their_sources_are_as_alone(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", often(["greedy", "samples"], WAYS))
+def test_rows_grouped_by_their_sources_are_as_alone(case: str) -> None:
     """In rows that are refilled, and with beams, whose batches run to their ends."""
-    rows = rows_of(LENGTHS)
+    rows, options = rows_of(LENGTHS), WAYS[case]
     alone = [row for i, one in enumerate(rows) for row in run("t5-1.1", [one], request_ids=[i], **options)]
     assert len(set(map(tuple, alone))) > 4
     assert run("t5-1.1", rows, batch_size=3, **options) == alone
