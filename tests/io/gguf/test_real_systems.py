@@ -62,7 +62,8 @@ def options(name: str) -> dict[str, Any]:
     """Options of entries that measure or learn by default, so that they do not take minutes."""
     given: dict[str, dict[str, Any]] = {
         "adaeagle": dict(network=length_network(loaded("smollm2"))), "pard": dict(mask=0, length=3),
-        "pard-2": dict(mask=0, length=3, states=(-1, 10), projection=mixing()), "automatic": dict(lengths=(3,)), "disco": dict(predictor=draft_classifier()),
+        "pard-2": dict(mask=0, length=3, states=(-1, 10), projection=mixing()), "automatic": dict(lengths=(3,)),
+        "disco": dict(predictor=draft_classifier()),
         "specdec++": dict(head=acceptance_head(small())),
         "self-speculative": dict(skip_mlp=(4, 9), gamma=0.3),
         "knn-ssd": dict(domains=[[chats()[0][:40]], [chats()[1][:40]]])}
