@@ -27,7 +27,7 @@ from typing import Any
 from decodax.bench.tasks import Task
 from decodax.front.generate import generate
 from decodax.io.load import LM
-from decodax.jobs.lines import rows
+from decodax.jobs.lines import LineError, rows
 
 MT_BENCH = frozenset(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"))
 """Categories that Spec-Bench counts as one task named "mt_bench"."""
@@ -67,18 +67,24 @@ def questions(path: str | Path, temperature: float = 0.0, top_p: float | None = 
         top_p: their nucleus; None: all tokens.
 
     Raises:
-        ValueError: a line is not a question (the message gives its number), or the file has no questions.
+        ValueError: a line is not a question (the message gives its number), the file has no questions, or `top_p` is
+            given without a temperature.
     """
+    if top_p is not None and not temperature:
+        raise ValueError(f"top_p: got {top_p} with temperature 0, which is greedy; takes None")
     groups: dict[str, list[Question]] = {}
     for number, given in _rows(Path(path)):
         where = f"{path}, line {number}"
+        if isinstance(given, LineError):
+            raise ValueError(f"{where}: {given}")
         found = _said(given, where)
         if any(text.startswith(UNFETCHED) for _, text in found):
             raise ValueError(f"{where}: has a placeholder in place of a text, which the authors' script fetches")
-        category = str(given.get("category", Path(path).stem))
+        category = str(given.get("category") or Path(path).stem)
         together = category in MT_BENCH and not any(key in given for key in APART)
         groups.setdefault("mt_bench" if together else category, []).append(Question(
-            str(given.get("question_id", number)), tuple(text for role, text in found if role == "user"),
+            str(number if (name := given.get("question_id")) is None else name),
+            tuple(text for role, text in found if role == "user"),
             next((text for role, text in found if role == "system"), None)))
     if not groups:
         raise ValueError(f"{path}: has no questions")

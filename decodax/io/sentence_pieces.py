@@ -111,7 +111,7 @@ class PieceTokenizer(Tokenizer):
     def save(self, path: str | Path) -> None:
         """Copies its files into a directory."""
         for file in self._files:
-            if file.is_file() and file.parent != Path(path):
+            if file.is_file() and file.parent.resolve() != Path(path).resolve():
                 shutil.copy(file, path)
 
 

@@ -45,6 +45,8 @@ def with_source(lm: LM, fields: Fields, line: Line, options: Mapping[str, Any]) 
     """
     if fields.source is None or (line.source is None and "inputs" in {**options, **line.options}):
         return line.options
+    if line.source is not None and "inputs" in line.options:
+        raise LineError(f"{fields.source}: got a source beside options.inputs, takes one of them")
     if line.source is None:
         raise LineError(f"has no {fields.source!r}, which the model's encoder reads; takes {TAKES}")
     return {**line.options, "inputs": _read(lm, fields, line.source)}

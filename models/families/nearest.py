@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from decodax.models.blocks.options import Layer
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.families.flags import HARMLESS
 from decodax.models.reading import Json
@@ -24,8 +25,10 @@ STANDARD = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_h
 PARTS: dict[str, tuple[re.Pattern[str], Callable[[Layer], bool]]] = {
     "experts": (re.compile("expert|moe_"), lambda layer: layer.experts is not None),
     "latents": (re.compile("kv_lora_rank"), lambda layer: layer.latent is not None),
-    "states": (re.compile("mamba|ssm_|linear_|lru_|conv_|kda_"), lambda layer: layer.recurrent is not None),
-    "an index": (re.compile("index_"), lambda layer: layer.index is not None or layer.shared_key is not None),
+    "states": (re.compile("mamba|ssm_|linear_|lru_|conv_|kda_"),
+               lambda layer: layer.recurrent is not None and not isinstance(layer.recurrent, Pooling)),
+    "an index": (re.compile("index_"), lambda layer: layer.index is not None or layer.shared_key is not None or (
+        layer.latent is not None and layer.latent.indexer is not None)),
 }
 """Entries that ask for a part of layers, and whether a layer has it. A part that is not asked for, or is missing,
 counts as much as four entries."""
@@ -35,7 +38,7 @@ def nearest(c: Json, readers: Mapping[str, Reader]) -> tuple[str, list[str]]:
     """Returns the family that takes the most entries of a `config.json`, and the entries that it does not take, flags
     that are off aside.
 
-    An entry is taken if the decoder differs, or cannot be read, where the entry is away or is no value at all. An
+    An entry is taken if the decoder differs, or cannot be read, if the entry is removed or has an invalid value. An
     entry that the family refuses counts against it. So does, half as much, one that it requires and the file lacks,
     and each option of the decoder that is not a default. Parts of layers (`PARTS`) count most, and a name like the
     `model_type` as much as an entry.

@@ -249,7 +249,7 @@ class IndexPool(nnx.Module):
 
     def __init__(self, c: DecoderConfig, rule: Pooling, rngs: nnx.Rngs):
         self.rule = rule
-        # Files have it as it is here, beside linear layers that are turned.
+        # Stored as in files; kernels of linear layers are transposed.
         self.scores = weight(rngs, (rule.width, c.width), (None, "embed"))
         self.bias = nnx.Param(jnp.zeros((rule.every, rule.width)), axes=(None, None))
 

@@ -37,6 +37,7 @@ from decodax.train.drafting.units import NextUnit
 from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
 from decodax.train.language_model import token_losses
 from decodax.train.loop import TrainingRun
+from decodax.train.tuning.tuned import checked
 from recipes import next_block
 from recipes.cards import write_card
 from recipes.options import Options
@@ -61,7 +62,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if options.system == "specdec":
         size.of_draft_model("specdec", True)
         return next_block.recipe(options, mesh, console)
-    lm = target_of(options)
+    lm = target_of(options) if settings is None else checked(target_of(options))
     if options.system not in MASKED and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
                          "no draft model; takes None")
@@ -94,22 +95,23 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     parts = [loop.place_batch(windows[at:at + TOGETHER], mesh) for at in range(0, EVAL_WINDOWS, TOGETHER)]
 
-    def accepted(params: Any) -> np.ndarray:
-        weights, params = (frozen, params) if joint is None else (joint.weights(params[0], frozen), params[1])
+    def accepted(params: Any, shipped: Any = None) -> np.ndarray:
+        weights = frozen
+        if joint is not None:
+            weights, params = shipped or joint.weights(params[0], frozen), params[1]
         if not isinstance(objective, Unrolled):
             return np.mean([block_acceptances(objective, weights, params, part) for part in parts], 0)
         return np.mean([acceptances(lm.model, objective.head, weights, params, part, objective.steps, table)
                         for part in parts], 0)
 
-    def held_loss(own: Any) -> float:
-        weights = joint.weights(own, frozen)
+    def held_loss(weights: Any) -> float:
         return float(np.mean([token_losses(lm.model, weights, part) for part in parts]))
 
     def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
         found = accepted(params)
         return {"expected_tokens": expected_tokens(found), **{f"held_out_{j + 1}": float(x) for j, x in
                                                                enumerate(found)},
-                **({} if joint is None else {"target_cross_entropy": held_loss(params[0])})}
+                **({} if joint is None else {"target_cross_entropy": held_loss(joint.weights(params[0], frozen))})}
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
         one = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
@@ -122,12 +124,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         else:
             source, longest = draft.source(own), objective.steps
         drafts, found = min(4, longest or 4), figures(now, source, text, longest)
-        by_depth = [round(float(x), 4) for x in accepted(exact)]
+        stored = None if joint is None else jax.device_put(now.params, everywhere)
+        by_depth = [round(float(x), 4) for x in accepted(exact, stored)]
         facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **found}
         told, call = {}, f'`{options.target}`: `dx.generate("{options.target}"'
         what = f"drafter of the method `{options.system}` for {call}"
         if joint is not None:
-            before, after = (held_loss(x) for x in (jax.device_put(joint.start, everywhere), exact[0]))
+            before, after = held_loss(frozen), held_loss(stored)
             facts["target_cross_entropy"] = [round(before, 4), round(after, 4)]
             told = {"held-out cross-entropy of the target, before and after": f"{before:.4f} → {after:.4f}"}
             what = (f'target and drafter of the method `{options.system}`, trained together from `{options.target}`, '

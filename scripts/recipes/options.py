@@ -274,8 +274,14 @@ class Options:
                 wrong := [n for n, x in {**joint, "lora": self.lora, "distill": self.distill or None}.items()
                           if x is not None]):
             raise ValueError(f"{wrong[0]}: got {getattr(self, wrong[0])!r} without --joint, takes the default")
+        if self.joint and (not 0 <= self.distill <= 1 or (self.lora or 1) < 1):
+            raise ValueError(f"distill, lora: got {self.distill} and {self.lora} with --joint; it takes a share, 0 to "
+                             "1, and a rank of at least 1")
         if self.joint and self.keep_features:
             raise ValueError("keep_features: got True with --joint, which changes the target; takes False")
+        if self.joint and self.weight_decay:
+            raise ValueError(f"weight_decay: got {self.weight_decay} with --joint, whose first steps leave the target "
+                             "as it is; takes 0")
         made = known[preset]
         given = {"weight_decay": 0.1, "optimizer": "adamw", **made.options}
         if self.stage in STAGES:

@@ -89,8 +89,6 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
 
     run.loop(advance, lambda run: made.evaluate(run.params, run), log_every=o.log_every, eval_every=o.eval_every,
              save_every=o.save_every, resume=o.resume, console=console, on_step=on_step)
-    if o.plot:
-        plot_run(o.plot, run.metrics, o.output.name)
     shipped = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16) if made.rounded else x), run.params)
     exact = jax.device_put(loop.cast(shipped, jnp.float32), made.shardings or NamedSharding(mesh, PartitionSpec()))
     target = o.export or o.output / "model"
@@ -100,6 +98,8 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
         "hours": round(run.seconds / 3600, 3), "hardware": hardware(mesh.size),
         "command": o.command(run.step, run.schedule.decay_from)})
     console.print(f"{target}: {count:,} parameters after {run.step} steps: {told}", soft_wrap=True, highlight=False)
+    if o.plot:      # last: the model is written if the plot cannot be
+        plot_run(o.plot, run.metrics, o.output.name)
     return run
 
 

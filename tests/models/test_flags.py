@@ -122,6 +122,11 @@ def test_the_nearest_family_is_the_one_that_reads_the_most_entries(kind: str, be
         read_config(config)
 
 
+def test_the_nearest_family_of_a_model_with_an_index_has_one() -> None:
+    config = transformers.AutoConfig.for_model("glm_moe_dsa").to_dict() | {"model_type": "sparse_later"}
+    assert nearest(config, FAMILIES)[0] == "glm_moe_dsa"
+
+
 def test_the_nearest_family_of_a_model_with_images_is_that_of_its_text() -> None:
     text = transformers.AutoConfig.for_model("qwen3_moe").to_dict()
     with pytest.raises(ValueError, match=r"near to qwen3_moe; beside what .* it has own_scale; supported"):

@@ -111,11 +111,14 @@ def _layers(config: Json, vocab: int) -> DecoderConfig:
     made = read_config({**entries, "model_type": family, "vocab_size": vocab, "tie_word_embeddings": False,
                         "num_hidden_layers": entries.get("num_hidden_layers", 1)})
     window, kinds = config.get("sliding_window"), config.get("layer_types") or ()
+    if kinds and (len(kinds) != len(made.layers) or not {*kinds} <= {"full_attention", "sliding_attention"}):
+        raise CheckpointError(f"layer_types: got {list(kinds)}, takes 'full_attention' or 'sliding_attention' for each "
+                              f"of {len(made.layers)} layers")
     if "sliding_attention" in kinds and window is None:
         raise CheckpointError(f"layer_types: got {list(kinds)}, takes sliding_window, the number of tokens that layers "
                               "with 'sliding_attention' see")
     # As in vLLM and in P-EAGLE's training, a draft's window ends at its own position.
-    slides = lambda i: window is not None and i < len(kinds) and kinds[i] == "sliding_attention"
+    slides = lambda i: bool(kinds) and kinds[i] == "sliding_attention"
     layers = tuple(dataclasses.replace(layer, sliding=window if slides(i) else None)
                    for i, layer in enumerate(made.layers))
     # Drafts may lie beyond the number of positions that files state; angles are computed for any.

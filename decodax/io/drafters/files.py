@@ -155,8 +155,8 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     DSpark, Domino, DFlash2, JetSpec and XPress; the assistants of Gemma 4 and Muse Glimmer), or the layers for
     multi-token prediction inside a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5,
     Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5) or by themselves (speculators), or heads inside a target's
-    directory, among its files (Medusa-2) or in the folder that joint training writes. What is inside a target
-    `decodax.load` skips.
+    directory, among its files (Medusa-2) or in the folder that joint training writes. `decodax.load` skips
+    drafters inside a target.
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers

@@ -66,17 +66,20 @@ class _Tensors(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
-            return DTYPES[name]
+            return name
         if (module, name) not in FUNCTIONS:
             raise pickle.UnpicklingError(f"names {module}.{name}, which is no part of a tensor")
-        return FUNCTIONS[module, name]
+        found = FUNCTIONS[module, name]
+        # an object of its own, since a pickle can also set attributes of what it names
+        return lambda *args: found(*args)
 
     def persistent_load(self, pid: Any) -> _Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[2], str)):
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], str)
+                and pid[1] in DTYPES and isinstance(pid[2], str)):
             raise pickle.UnpicklingError("names something beside tensors")
         _, dtype, key, _, count = pid
         if key not in self.storages:
-            held = np.frombuffer(self.archive.read(f"{self.inside}data/{key}"), np.dtype(dtype))
+            held = np.frombuffer(self.archive.read(f"{self.inside}data/{key}"), np.dtype(DTYPES[dtype]))
             if held.size < count:
                 raise pickle.UnpicklingError(f"storage {key} has {held.size} numbers instead of {count}")
             self.storages[key] = _Storage(held)
@@ -98,15 +101,15 @@ def read_pickled(file: Path) -> dict[str, np.ndarray]:
             raise ValueError("holds no data.pkl, takes an archive that PyTorch has saved")
         inside = pickled.removesuffix("data.pkl")
         if f"{inside}byteorder" in names and archive.read(f"{inside}byteorder") != b"little":
-            raise ValueError("was written with the first byte of a number being the highest, takes the other order")
+            raise ValueError("was written in big-endian byte order, takes little-endian")
         try:
             held = _Tensors(archive.read(pickled), archive, inside).load()
         except (pickle.UnpicklingError, KeyError, TypeError, AttributeError, IndexError, EOFError) as error:
             raise ValueError(f"{error}; takes a file of tensors alone") from None
-    if not isinstance(held, dict) or (other := next((
-            name for name, x in held.items() if not isinstance(name, str) or not isinstance(x, np.ndarray)), None)):
-        raise ValueError(f"holds {other!r} beside tensors, takes a file of tensors alone" if isinstance(held, dict)
-                         else f"holds a {type(held).__name__}, takes tensors by name")
+    if not isinstance(held, dict):
+        raise ValueError(f"holds a {type(held).__name__}, takes tensors by name")
+    if other := [name for name, x in held.items() if not isinstance(name, str) or not isinstance(x, np.ndarray)]:
+        raise ValueError(f"holds {other[0]!r} beside tensors, takes a file of tensors alone")
     return {name: np.array(x, np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
             for name, x in held.items()}
 

@@ -70,7 +70,7 @@ def joint_settings(system: str, weight: float | None = None, rate: float | None 
 
 
 class JointInputs(NamedTuple):
-    """The third argument of `JointLoss`.
+    """The inputs of `JointLoss` beside weights and batch.
 
     Attributes:
         frozen: the target's weights before the training; None if neither an adapter nor `JointLoss.distill` needs them.

@@ -28,8 +28,8 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
     learned, with "messages" and "text", which is what `decodax batch --keep messages` writes, or with "text" alone; any
     other file is one text. The path "python-docs" stands for the topics of Python's `help()` as texts, and
     "python-questions" for questions on their sections with the answers: chats if the model has a chat template, else
-    pairs. The model's own template formats a chat. The tokenizer adds its BOS to a text or prompt; the
-    first id that ends a text of the model follows a target or a text.
+    pairs. The model's own template formats a chat. The tokenizer adds its BOS to a text or prompt; the first id that
+    ends a text of the model follows a target or a text.
 
     Args:
         files: paths.

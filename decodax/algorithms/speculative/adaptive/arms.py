@@ -145,8 +145,8 @@ class Adaptive(LearnsFromPrompt, Varies, ChecksFit):
 
     @functools.cached_property
     def skips_prompts(self) -> bool:
-        """True if the `deferred` drafts read the last tokens of a prompt alone, before the first drafts. So it is if
-        decoding begins without drafts and none of these drafts needs to read everything."""
+        """True if the `deferred` drafts read the last tokens of a prompt alone, before the first drafts. This holds
+        if decoding begins without drafts and none of these drafts has to read every token."""
         first = self.controller.first(self.known)
         return (bool(self.deferred) and first is not None and self.arms[first] == NOTHING
                 and all(self.drafts[i].takes_gaps for i in self.deferred))

@@ -87,7 +87,7 @@ class Controller(abc.ABC):
 
     def first(self, of: Arms) -> int | None:
         """Returns the index of the arm of the first round if it is known before the prompts are, else None. If this arm
-        makes no drafts, trained heads read of the prompts only what they need for later drafts."""
+        makes no drafts, trained heads read only the part of the prompts that later drafts need."""
         return None
 
     @abc.abstractmethod
