@@ -158,11 +158,11 @@ def text_inputs(lm: LM, inputs: Any) -> Any:
                                         and all(isinstance(text, str) for text in inputs))
     found = read_texts(lm, inputs, None, "inputs") if texts else inputs
     if isinstance(found, EncoderText) and isinstance(lm.model, ReadsText):
-        _known(found, lm.model.source_vocab or lm.vocab_size)
+        _check_source(found, lm.model.source_vocab or lm.vocab_size)
     return found
 
 
-def _known(source: EncoderText, vocab: int) -> None:
+def _check_source(source: EncoderText, vocab: int) -> None:
     """Raises ValueError for lengths out of range, or token ids that the encoder does not have."""
     tokens, length = np.asarray(source.tokens), np.asarray(source.length)
     if tokens.ndim != 2 or length.shape != tokens.shape[:1]:

@@ -62,6 +62,23 @@ def hardest(losses: Array, reference: Array, keep: float, counted: Array | None 
     return counted & (gap >= jnp.nanquantile(jnp.where(counted, gap, jnp.nan), 1 - keep))
 
 
+def distance(teacher: Array, student: Array, reference: Array | None, keep: float,
+             counted: Array | None = None) -> Array:
+    """Returns the mean divergence of a student from a teacher, `f32[]`.
+
+    Args:
+        teacher, student: their logits, `[..., V]`.
+        reference: the logits of a reference model, or None: the mean is then over all positions that count, else over
+            the `hardest` ones of these.
+        keep: see `hardest`.
+        counted: `bool[...]`, the positions that count; None: all.
+    """
+    each = divergence(teacher, student)
+    if reference is not None:
+        counted = hardest(jax.lax.stop_gradient(each), divergence(teacher, reference), keep, counted)
+    return each.mean() if counted is None else jnp.where(counted, each, 0).sum() / jnp.maximum(counted.sum(), 1)
+
+
 @dataclass(frozen=True)
 class NextTokens:
     """The cross-entropy of every next token; with a teacher, `mix * KL + (1 - mix) * cross-entropy`.
@@ -96,13 +113,9 @@ class NextTokens:
         loss = truth = cross_entropy(logits, targets).mean()
         if self.teacher is not None:
             frozen = lambda network, weights: jax.lax.stop_gradient(network.forward(cast(weights, self.dtype), inputs))
-            guide = frozen(self.teacher, extra[0])
-            each, counted = divergence(guide, logits), jnp.ones(targets.shape, bool)
-            if self.reference is not None:
-                counted = hardest(jax.lax.stop_gradient(each), divergence(guide, frozen(self.reference, extra[1])),
-                                  self.keep)
-            distance = jnp.where(counted, each, 0).sum() / counted.sum()
-            loss = self.mix * distance + (1 - self.mix) * truth
+            known = None if self.reference is None else frozen(self.reference, extra[1])
+            far = distance(frozen(self.teacher, extra[0]), logits, known, self.keep)
+            loss = self.mix * far + (1 - self.mix) * truth
         return loss, {"loss": loss, "cross_entropy": truth}
 
 

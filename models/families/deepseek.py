@@ -140,10 +140,16 @@ def indexer_kinds(c: Json) -> list[str]:
     return list(kinds)
 
 
+def check_indexed(c: Json) -> None:
+    """Raises ValueError if a configuration with an indexer has no latent of queries."""
+    if c.get("q_lora_rank") is None:
+        raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
+
+
 def _sigmoid(c: Json, indexer: Indexer | None = None, glu: ClippedSwiGLU | None = None) -> DecoderConfig:
     _expects(c, scoring_func="sigmoid", topk_method="noaux_tc")
-    if indexer is not None and c.get("q_lora_rank") is None:
-        raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
+    if indexer is not None:
+        check_indexed(c)
     experts = _experts(c, normalise=c.get("norm_topk_prob", True), score="sigmoid", correction=True,
                        groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1), glu=glu)
     return latent_decoder(c, experts, indexer=indexer)

@@ -9,7 +9,7 @@ from typing import Any
 from decodax.models.blocks.options import Layer
 from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
-from decodax.models.families.deepseek import indexer_kinds
+from decodax.models.families.deepseek import check_indexed, indexer_kinds
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.reading import Json, read_experts, read_kinds, read_shape, refuse_others, with_experts
 from decodax.models.recurrent.options import GatedDelta
@@ -35,8 +35,7 @@ def _glm5_next(c: Json) -> DecoderConfig:
         # transformers lets the first tokens of a text, which see no whole group, attend to tokens after them.
         raise ValueError("index_kpool_always_select_tail: got False, supported is True, with which each query attends "
                          "to some tokens")
-    if c["q_lora_rank"] is None:
-        raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
+    check_indexed(c)
     every, top = c["index_kpool"], c["index_topk"]
     if top % every:
         raise ValueError(f"index_topk: got {top}, takes a multiple of index_kpool = {every}")

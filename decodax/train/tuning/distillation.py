@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.models import Transformer
 from decodax.train.drafting.losses import overlap_of
-from decodax.train.language_model import Network, cross_entropy, divergence, hardest
+from decodax.train.language_model import Network, cross_entropy, distance, divergence
 from decodax.train.loop import cast
 
 Tree = Any
@@ -56,14 +56,11 @@ class DistilledAnswers:
         """
         tokens, learned = batch[0], batch[1][:, 1:]
         logits, guide = self._logits(params, extra[0], tokens)
-        each = divergence(guide, logits)
-        counted, truth = learned, _mean(cross_entropy(logits, tokens[:, 1:]), learned)
-        if self.reference is not None:
-            known = jax.lax.stop_gradient(self.reference.forward(cast(extra[1], self.dtype), tokens[:, :-1]))
-            counted = hardest(jax.lax.stop_gradient(each), divergence(guide, known), self.keep, learned)
-        distance = _mean(each, counted)
-        loss = self.mix * distance + (1 - self.mix) * truth
-        return loss, {"loss": loss, "cross_entropy": truth, "divergence": _mean(each, learned),
+        truth = _mean(cross_entropy(logits, tokens[:, 1:]), learned)
+        known = None if self.reference is None else jax.lax.stop_gradient(
+            self.reference.forward(cast(extra[1], self.dtype), tokens[:, :-1]))
+        loss = self.mix * distance(guide, logits, known, self.keep, learned) + (1 - self.mix) * truth
+        return loss, {"loss": loss, "cross_entropy": truth, "divergence": _mean(divergence(guide, logits), learned),
                       "acceptance": _mean(overlap_of(guide, logits), learned)}
 
     def _logits(self, params: Tree, guide: Tree, tokens: Array) -> tuple[Array, Array]:
