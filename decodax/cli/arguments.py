@@ -58,6 +58,7 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     p = commands.add_parser("generate", parents=[common], help="continue a prompt", **manual,
+                            usage="decodax generate [OPTION ...] [PROMPT]",
                             description="Continues a prompt: an argument, a file, or standard input.")
     p.set_defaults(command=generate)
     p.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; without it --file or standard input")

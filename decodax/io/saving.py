@@ -74,7 +74,7 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
                         for tensor, row in zip(source.tensors, value, strict=True)}
             continue
         whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
-        source.turned(whole)[source.index] = value.reshape(*value.shape, *[1] * source.after)
+        source.turned(whole)[source.index] = value.reshape((*value.shape, *[1] * source.after))
     write_files(Path(directory), tensors, entries, "pt")
 
 

@@ -81,7 +81,8 @@ def _kinds(c: Json, count: int) -> list[str | None]:
                          f"num_hidden_layers = {count}")
     attends = [kind in ATTENDS for kind in kinds[:count]]
     if not any(attends):
-        raise ValueError(f"layer_types: got {kinds}, takes one or more 'indexed_attention'")
+        raise ValueError(f"layer_types: got {kinds[:count]} for num_hidden_layers = {count}, takes one or more "
+                         "'indexed_attention'")
     for key, which in (("full_attn_layers", True), ("kda_layers", False)):
         found, own = (c.get("linear_attn_config") or {}).get(key), [i for i in range(count) if attends[i] == which]
         if found is not None and sorted(found) not in (own, [i + 1 for i in own]):

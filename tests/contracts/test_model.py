@@ -131,7 +131,7 @@ ELSEWHERE = {"EncoderDecoder": "tests/models/encoder_decoder/test_encoder_decode
              "MaskPredictor": "tests/drafters/test_specdec.py",
              "QuantizedMamba2": "tests/models/formats/test_quamba2.py"}
 """Networks with tests of their own: one reads another text than it writes, one is made of another network."""
-BASES = {"ReadsAudio", "RecurrentNetwork", "StateSpace"}
+BASES = {"ReadsAudio", "ReadsText", "RecurrentNetwork", "StateSpace"}
 GUIDE = "the recurrent layer of the guide"
 NAMES = [*MODELS, GUIDE]
 READS_INPUTS = ("jrt",)
