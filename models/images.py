@@ -249,7 +249,7 @@ def _places(length: int, total: int, parts: Sequence[np.ndarray], grids: Sequenc
         found[done:part[0]] = (free + np.arange(text))[:, None]
         free += text
         cells, side = np.stack(np.meshgrid(*map(np.arange, size), indexing="ij"), -1).reshape(-1, 3), max(size[1:])
-        # With ends of lines each frame starts behind the one before it, in all three numbers.
+        # If the rows of an image end with a vector, all three positions of a frame begin after the frame before it.
         found[part] = free + (cells * (0, 1, 1) + cells[:, :1] * side if sight.lines else cells)
         free, done = free + side * (time if sight.lines else 1), int(part[-1]) + 1
     found[done:] = (free + np.arange(length - done))[:, None]

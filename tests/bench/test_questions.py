@@ -53,7 +53,8 @@ def test_each_turn_is_a_prompt_after_the_answers_of_plain_decoding(file: Path, t
 
 CATEGORIES = ("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem",
               "summarization", "writing")
-"""Of SPEED-Bench, whose rows are those of its card on Hugging Face (nvidia/SPEED-Bench, README.md)."""
+"""The categories of SPEED-Bench. Rows in these tests have the fields that its card on Hugging Face lists
+(nvidia/SPEED-Bench, README.md)."""
 
 
 def row(category: str, *texts: str, **changes: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SHAPE = dict(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_
              tie_word_embeddings=False)
 AUTHORS = SHAPE | dict(architectures=["LlamaForCausalLM"], draft_vocab_size=FEW, bos_token_id=1, eos_token_id=2,
                        pad_token_id=0, initializer_range=0.02, pretraining_tp=1, torch_dtype="float16", use_cache=True)
-"""As the authors publish it: no entry names layers, and their files hold no embeddings."""
+"""The `config.json` that the authors publish: no entry names layers. Their files hold no embeddings."""
 SPECFORGE = SHAPE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=FEW, sliding_window=None,
                          use_sliding_window=False, max_window_layers=48, eagle_config=dict(
                              eagle_aux_hidden_state_layer_ids=[0, 1, 3], use_aux_hidden_state=True))
@@ -35,7 +35,7 @@ NVIDIA = SHAPE | dict(rope_theta=None, rope_scaling=dict(rope_type="default", ro
                           eagle_aux_hidden_state_layer_ids=[0, 1, 3], use_aux_hidden_state=True,
                           use_input_layernorm_in_first_layer=True, use_last_layernorm=True, use_mtp_layernorm=False,
                           next_layer_regular=True, parallel_draft_step=1, parallel_draft_heads_num_layers=1))
-"""As `hf_spec_export.py` of NVIDIA/Model-Optimizer 0371364 writes it."""
+"""The `config.json` that `hf_spec_export.py` of NVIDIA/Model-Optimizer 0371364 writes."""
 
 
 def weights(name="eagle3 of a smaller vocabulary", midlayer=True, embeddings=True):

@@ -23,7 +23,8 @@ from tests.models import tiny
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [9, 10, 11], [1]]
 SHAPES = {f"{i}.{name}": shape for i in range(2) for name, shape in (
     ("0.linear.weight", (32, 32)), ("0.linear.bias", (32,)), ("1.weight", (97, 32)))}
-"""Of two heads, as FasterDecoding/Medusa e2a5d20 saves them (`medusa_head` in medusa/model/medusa_model.py)."""
+"""Names and shapes of the tensors of two heads that FasterDecoding/Medusa e2a5d20 saves (`medusa_head` in
+medusa/model/medusa_model.py)."""
 
 
 @pytest.fixture

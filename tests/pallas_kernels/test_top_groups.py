@@ -13,7 +13,8 @@ from tests.pallas_kernels.caches import LENGTHS, B, S
 from tests.pallas_kernels.test_top_blocks import CHAIN, DEPTHS, TREE
 
 W, H, D, N, WIDTH, FIRST = 5, 6, 40, 3, 12, 20
-"""Channels from `FIRST` on are index keys, and those behind them belong to another index."""
+"""Numbers of queries, heads, channels of a key, index queries and channels of an index key, which begins at channel
+`FIRST` of a key. The channels after it belong to another index."""
 
 
 def drawn() -> list[np.ndarray]:

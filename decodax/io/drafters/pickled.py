@@ -53,7 +53,7 @@ FUNCTIONS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): lambda x, *rest: x}
-"""What a pickle may name, by module and name."""
+"""Functions that a pickle may call, by module and name."""
 
 
 class _Tensors(pickle.Unpickler):

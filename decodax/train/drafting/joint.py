@@ -185,7 +185,8 @@ class JointTarget:
         return self.loss.adapted or self.loss.distill > 0
 
     def inputs(self, frozen: Tree, step: int) -> JointInputs:
-        """Returns the third argument of the loss for a step, from the target's weights before the training."""
+        """Returns the inputs of the loss beside weights and batch in a step, from the target's weights before the
+        training."""
         return JointInputs(frozen if self.needs_frozen else None, jnp.float32(step >= self.settings.alone))
 
     def weights(self, own: Tree, frozen: Tree = None) -> Tree:

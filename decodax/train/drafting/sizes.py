@@ -23,7 +23,7 @@ from decodax.models.drafters.units import UnitHead
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSize:
-    """What is not a method's default in the size of its drafter. None: as by default.
+    """The size of a drafter, where it differs from the default of its method. None: the default.
 
     Attributes:
         layers: number of decoder layers; for heads without any, of residual blocks of each head, which share weights as

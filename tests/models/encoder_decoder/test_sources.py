@@ -60,7 +60,7 @@ def test_rows_grouped_by_their_sources_are_as_alone(case: str) -> None:
 
 @pytest.mark.wide
 def test_a_stream_of_lengths_compiles_few_programs() -> None:
-    """As many for each width of sources (16, 32, 64) as for one."""
+    """The widths of sources after the first (32, 64) compile as many programs each, and other lengths compile none."""
     run("t5-1.0", rows_of((9,) * 12), batch_size=4)
     first = drivers.compiled()
     run("t5-1.0", rows_of((17,) * 12), batch_size=4)
@@ -196,7 +196,7 @@ def test_the_command_line_takes_a_source(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.wide
 def test_marian_reads_and_writes_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its SentencePiece files, also after `save`; without the package it takes ids."""
+    """The model reads texts with its SentencePiece files, also after `save`; without the package it takes token ids."""
     from tests.io.test_sentence_pieces import names, pieces, write
     from tests.models.encoder_decoder.test_encoder_decoder import copied
 

@@ -98,7 +98,7 @@ def test_other_entries_are_refused(entries: dict[str, Any], message: str) -> Non
 
 
 def test_rows_and_frames_of_images_have_the_positions_of_transformers() -> None:
-    """An image of one frame, and one of two, which begins behind it."""
+    """The prompt has an image of one frame, and after it an image of two frames."""
     whole = transformers.AutoConfig.for_model("hy_v4_vl", text_config={
         **COMMON, **HY4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
         vision_config=HY4_EYE)

@@ -5,7 +5,7 @@ reads its flags once, and other tests run without its optimisation.
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +36,30 @@ def _outputs(w: Array) -> tuple[int, ...]:
     return *w.shape[:-2], w.shape[-1]
 
 
-def whole(text: str, outputs: int = N) -> list[str]:
-    """Of a compiled program: instructions that write more floats than half of a kernel of so many outputs has weights.
-    Blocks of outputs (`Packed.by_blocks`) are a third."""
-    found = []
+VIEWS = ("parameter", "get-tuple-element", "bitcast")
+"""Instructions that write nothing to memory."""
+
+
+def instructions(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Yields each line of a compiled program, with the lines of its computation, and True if that is fused."""
     fused = set(re.findall(r"calls=(%?[\w.-]+)", text))
     for name, body in re.findall(r"(?ms)^(?:ENTRY )?(%?[\w.-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text):
         for line in body.splitlines():
-            made = re.search(r" = (\S.*?) ([\w-]+)\(", line)
-            if made is None or name in fused or made[2] in ("parameter", "get-tuple-element", "bitcast"):
-                continue
-            shapes = re.findall(r"\b(?:f32|f16|bf16)\[([\d,]+)\]", made[1])
-            sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
-            if max(sizes, default=0) > outputs * K // 2:
-                found.append(f"writes a kernel: {line.strip()[:120]}")
+            yield line, body, name in fused
+
+
+def whole(text: str, outputs: int = N) -> list[str]:
+    """Returns the instructions of a compiled program that write more floats than half of the weights of a kernel with
+    `outputs` outputs. Blocks of outputs (`Packed.by_blocks`) have a third."""
+    found = []
+    for line, _, fused in instructions(text):
+        made = re.search(r" = (\S.*?) ([\w-]+)\(", line)
+        if made is None or fused or made[2] in VIEWS:
+            continue
+        shapes = re.findall(r"\b(?:f32|f16|bf16)\[([\d,]+)\]", made[1])
+        sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+        if max(sizes, default=0) > outputs * K // 2:
+            found.append(f"writes a kernel: {line.strip()[:120]}")
     return found
 
 
@@ -69,19 +79,17 @@ def experts(name: str, rows: int) -> list[str]:
 
 
 def faults(text: str) -> list[str]:
-    """Of a compiled program: converted kernels that are written to memory, and sums over inputs in one instruction,
-    which XLA adds up one after the other."""
+    """Returns the instructions of a compiled program that write a converted kernel to memory, or that sum over inputs
+    in one instruction, which XLA adds up one after the other."""
     found = []
-    fused = set(re.findall(r"calls=(%?[\w.-]+)", text))
-    for name, body in re.findall(r"(?ms)^(?:ENTRY )?(%?[\w.-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text):
-        for line in body.splitlines():
-            shape = re.search(rf"= \w+\[(?:{N},{K}|{K},{N}|{N},{K // 2})\]\S* (\w[\w-]*)\(", line)
-            if shape and name not in fused and shape[1] not in ("parameter", "get-tuple-element", "bitcast"):
-                found.append(f"writes a kernel: {line.strip()[:120]}")
-            if re.search(rf"= f32\[\S*\b{N}\b\S* reduce\(", line):
-                found.append(f"sums in one instruction: {line.strip()[:120]}")
-            if re.search(r" dot\(", line) and name in fused and re.search(r" (?:convert|multiply)\(", body):
-                found.append(f"converts within a product: {line.strip()[:120]}")
+    for line, body, fused in instructions(text):
+        shape = re.search(rf"= \w+\[(?:{N},{K}|{K},{N}|{N},{K // 2})\]\S* (\w[\w-]*)\(", line)
+        if shape and not fused and shape[1] not in VIEWS:
+            found.append(f"writes a kernel: {line.strip()[:120]}")
+        if re.search(rf"= f32\[\S*\b{N}\b\S* reduce\(", line):
+            found.append(f"sums in one instruction: {line.strip()[:120]}")
+        if re.search(r" dot\(", line) and fused and re.search(r" (?:convert|multiply)\(", body):
+            found.append(f"converts within a product: {line.strip()[:120]}")
     return found
 
 

@@ -59,7 +59,7 @@ class Automatic(Controller):
     Drafts that can be compared without a forward pass (`Arms.on_paper`) are used once the comparison shows that they
     would be accepted. Others are used until they fail, if they would pay with the acceptance rate `HOLD`. Otherwise
     they are probed (used for a round) with growing intervals, so that probes take the share `probing` of the time, but
-    at least every `patience` rounds.
+    at least every `patience` rounds; a text with fewer tokens left than the first interval has no probe.
 
     Attributes:
         costs: duration of a round of each arm, in seconds or any other unit, from `measure` for the batch size.

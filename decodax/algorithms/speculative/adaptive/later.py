@@ -4,8 +4,8 @@ A head computes its keys and values from the target's hidden states of all verif
 of the head in each round would make plain decoding slower. So what heads read of the target's output is stored, and a
 round before the next drafts passes it to them as a chunk of the prompt. Drafts do not depend on it but for rounding.
 If there were more such rounds than are stored, a head that `takes_gaps` reads the last ones alone, so that plain
-decoding costs the same however long it lasts; others read when the store is full. Such a
-head also reads only the last tokens of a prompt if decoding begins without drafts (`Controller.first`).
+decoding costs the same however long it lasts; others read when the store is full. Of a prompt, too, a head that
+`takes_gaps` reads the last tokens alone if decoding begins without drafts (`Controller.first`).
 """
 
 from __future__ import annotations
