@@ -18,12 +18,12 @@ def parted(drafts: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: several are models.
     """
-    from decodax.io.kinds import is_drafter
+    from decodax.io.drafters import holds_drafter
 
-    models = [path for path in drafts if not is_drafter(path)]
+    models = [path for path in drafts if not holds_drafter(path)]
     if len(models) > 1:
         raise ValueError(f"draft: got the models {' and '.join(models)}, takes one, and any number of trained drafters")
-    return models, [path for path in drafts if is_drafter(path)]
+    return models, [path for path in drafts if holds_drafter(path)]
 
 
 def systems_of(names: Sequence[str], model: str, drafters: Mapping[str, Any] = {}

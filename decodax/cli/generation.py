@@ -157,11 +157,11 @@ def draft_of(entry: Entry, given: str, lm: LM, mesh: Mesh | None = None) -> Any:
     the argument of `--draft`. None if the method takes none, or if `given` is the default and the method uses its
     shipped drafter."""
     import decodax as dx
-    from decodax.io.kinds import is_drafter
+    from decodax.io.drafters import holds_drafter
 
     if (given == DRAFT and not entry.takes_draft) or not entry.may_draft:
         return None
-    trained = entry.takes_drafter or is_drafter(given)
+    trained = entry.takes_drafter or holds_drafter(given)
     return dx.load_drafter(given, lm) if trained else dx.load(given, mesh=mesh)
 
 

@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import decodax as dx
+from decodax.cli.contenders import parted
 from decodax.core.types import ShowsWeights
-from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
+from decodax.io.drafters import TrainedDrafter, holds_drafter, load_drafter, save_drafter
 from decodax.io.files import CheckpointError
 from decodax.models.config import NormConfig
 from decodax.models.drafters.falcon import FalconHead
@@ -185,3 +186,21 @@ def test_the_shipped_drafter_loses_nothing_in_eight_bits():
 def test_a_format_that_needs_data_is_refused_for_a_drafter():
     with pytest.raises(ValueError, match="weights: 'squeezellm' needs calibration data"):
         load_drafter("pycode-eagle-3", weights="squeezellm")
+
+
+@pytest.mark.parametrize("drafts, config, tensors", [
+    (True, {"medusa_num_heads": 3}, ()), (True, {"hydra_num_heads": 3}, ()),
+    (True, {"model_type": "mlp_speculator"}, ()), (True, {"speculators_model_type": "eagle3"}, ()),
+    (True, {"architectures": ["LlamaForCausalLMEagle3"]}, ()), (True, {"dflash_config": {}}, ()),
+    (True, {"model_type": "gemma4_assistant"}, ()),
+    (True, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, ("fc.weight",)),
+    (False, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, ("lm_head.weight",)),
+    (False, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}, ("model.norm.weight",)),
+    (False, {"architectures": ["LlamaForCausalLM"], "pard_token": 3}, ())])
+def test_drafters_are_told_from_models(drafts, config, tensors, tmp_path):
+    assert holds_drafter(written(tmp_path / "given", config, {name: np.zeros(2) for name in tensors})) == drafts
+    assert parted([str(tmp_path / "given")])[drafts] and not holds_drafter(tmp_path / "none")
+
+
+def test_shipped_drafters_are_told_from_models():
+    assert parted(["pycode-draft", "pycode-eagle-3"]) == (["pycode-draft"], ["pycode-eagle-3"])

@@ -3,10 +3,11 @@
 from decodax.io.drafters.files import (
     TrainedDrafter,
     heads_beside,
+    holds_drafter,
     load_drafter,
     own_drafter,
     save_drafter,
     shipped_drafter,
 )
 
-__all__ = ["TrainedDrafter", "heads_beside", "load_drafter", "own_drafter", "save_drafter", "shipped_drafter"]
+__all__ = ["TrainedDrafter", "heads_beside", "holds_drafter", "load_drafter", "own_drafter", "save_drafter", "shipped_drafter"]

@@ -23,10 +23,10 @@ from decodax.core.types import LayeredModel
 from decodax.io.drafters.eagle import FeedsBack, LayerIds
 from decodax.io.drafters.further import further_in
 from decodax.io.drafters.gguf import further_blocks, read_further_blocks
-from decodax.io.drafters.published import Conventions, read_published
+from decodax.io.drafters.published import Conventions, is_published, read_published
 from decodax.io.drafters.stacked import medusa_in
 from decodax.io.files import CheckpointError, Files, read_json, write_files
-from decodax.io.kinds import DRAFTER, ZOO, is_gguf, shipped_path
+from decodax.io.kinds import DRAFTER, ZOO, is_drafter, is_gguf, shipped_path
 from decodax.models.blocks.options import Layer, QueryScale
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.assistant import AssistantHead
@@ -121,6 +121,12 @@ def shipped_drafter(system: str, target: str) -> Path | None:
     """
     path = ZOO / f"{QUANTISED.sub('', Path(target).name.removesuffix('.gguf'))}-{system}"
     return path if path.parent == ZOO and (path / "config.json").is_file() else None
+
+
+def holds_drafter(path: str | os.PathLike[str]) -> bool:
+    """Returns True if a path is a directory of a trained drafter, and of no language model, in any layout that
+    `load_drafter` reads."""
+    return is_drafter(path) or is_published(shipped_path(path))
 
 
 def heads_beside(directory: str | os.PathLike[str] | None, *systems: str) -> Path | None:

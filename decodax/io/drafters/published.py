@@ -43,6 +43,26 @@ class Conventions:
     config: DecoderConfig | None = None
 
 
+def is_published(path: Path) -> bool:
+    """Returns True if a directory holds a drafter, and no language model, in one of the layouts that others have
+    published; of its tensors, it reads names alone."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json")
+    if PARD in config or further_in(path, config):
+        return False
+    kinds = " ".join(config.get("architectures") or ())
+    if is_assistant(config) or is_glimmer(config) or dflash.is_block_head(config) or "Eagle" in kinds or any(
+            key in config for key in ("speculators_model_type", "medusa_num_heads", "hydra_num_heads",
+                                      "draft_vocab_size")) or config.get("model_type") == "mlp_speculator":
+        return True
+    # EAGLE-1 has the entries of a language model with one layer.
+    if config.get("num_hidden_layers") != 1:
+        return False
+    tensors = tensors_in(path)
+    return "fc.weight" in tensors and "lm_head.weight" not in tensors
+
+
 def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, Any, Any]:
     """Reads a drafter in one of the layouts that others have published. Returns the name of its method, its network,
     its weights in `dtype`, and the target's token for each of its logits, `i32[Vd]` (None: they are the target's).
