@@ -1,4 +1,4 @@
-"""Every system with a trained drafter beside what else a call may ask for: caches that evict, constraints, verifiers."""
+"""Every system with a trained drafter beside what else a call may ask for: caches that evict, and constraints."""
 
 import functools
 from typing import Any

@@ -188,7 +188,7 @@ def test_a_format_that_needs_data_is_refused_for_a_drafter():
         load_drafter("pycode-eagle-3", weights="squeezellm")
 
 
-@pytest.mark.parametrize("drafts, config, tensors", [
+@pytest.mark.parametrize(("drafts", "config", "tensors"), [
     (True, {"medusa_num_heads": 3}, ()), (True, {"hydra_num_heads": 3}, ()),
     (True, {"model_type": "mlp_speculator"}, ()), (True, {"speculators_model_type": "eagle3"}, ()),
     (True, {"architectures": ["LlamaForCausalLMEagle3"]}, ()), (True, {"dflash_config": {}}, ()),

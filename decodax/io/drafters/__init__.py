@@ -10,4 +10,5 @@ from decodax.io.drafters.files import (
     shipped_drafter,
 )
 
-__all__ = ["TrainedDrafter", "heads_beside", "holds_drafter", "load_drafter", "own_drafter", "save_drafter", "shipped_drafter"]
+__all__ = ["TrainedDrafter", "heads_beside", "holds_drafter", "load_drafter", "own_drafter", "save_drafter",
+           "shipped_drafter"]
