@@ -14,6 +14,7 @@ from decodax.common.arguments import check_counts
 from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
+from decodax.models.residual.options import NGrams
 from decodax.models.rope import Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -59,6 +60,24 @@ class BlockIndex:
         check_counts(self, "heads", "width", "size", "top")
         if not 0 <= self.local <= self.top:
             raise ValueError(f"local: got {self.local}, takes 0 to the number of blocks, {self.top}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupIndex:
+    """The choice of groups of tokens by pooled index keys (Qwen4). See `decodax.models.blocks.group_index`.
+
+    Attributes:
+        heads: number of index queries of a token.
+        width: number of channels of an index query and of an index key.
+        top: number of groups that a query attends to.
+    """
+
+    heads: int
+    width: int
+    top: int
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "width", "top")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,15 +166,23 @@ class Layer:
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False
-    index: BlockIndex | None = None
+    index: BlockIndex | GroupIndex | None = None
+    ngrams: NGrams | None = None
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None
         pool = self.recurrent if isinstance(self.recurrent, Pooling) else None
         pools, grouped = pool is not None, chosen and pool is not None and self.beside and self.reads is None
-        if pools and self.shared_key is None and not grouped:
-            raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, or latents of its own "
-                             "with an indexer")
+        index = self.index if isinstance(self.index, GroupIndex) else None
+        if pools and self.shared_key is None and not grouped and index is None:
+            raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, latents of its own with "
+                             "an indexer, or a GroupIndex")
+        if index is not None and (pool != Pooling(pool.every if pool else 1, index.width, scored=False) or (
+                not self.beside)):
+            raise ValueError(f"index: got {index} with {self.recurrent}, takes beside with it a Pooling that is not "
+                             "scored and as wide as the index keys")
+        if self.ngrams is not None and (self.recurrent is None or self.beside):
+            raise ValueError("ngrams: takes a layer with a recurrent block in place of attention")
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
@@ -175,7 +202,7 @@ class Layer:
             raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
                              "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
-                self, recurrent=None, experts=None, block=None, half=None) != Layer():
+                self, recurrent=None, experts=None, block=None, half=None, ngrams=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
@@ -194,9 +221,10 @@ class Layer:
             raise ValueError(f"{name}: cannot be combined with linear attention")
         if self.index is not None and ((self.rope is not None and (
                 self.rope.chunks is not None or self.rope.width > self.index.width)) or dataclasses.replace(
-                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None) != Layer()):
+                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None, **({} if index is None else
+                    dict(output_gate=None, recurrent=None, beside=False))) != Layer()):
             raise ValueError("index: takes a rope without chunks that is at most as wide as the index keys, or none, "
-                             "and of the other options scale, experts, qk_norm and mlp")
+                             "and of the other options scale, experts, qk_norm and mlp, with groups output_gate")
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
@@ -206,6 +234,14 @@ class Layer:
         """The kind of the recurrent block; None without one. Pooled keys go with a gated delta rule in other layers."""
         kind = None if self.recurrent is None else type(self.recurrent)
         return GatedDelta if kind is Pooling else kind
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of the layer's entries in a cache: 0 for keys and values, or a state of linear attention, 1 for
+        what a recurrent block or pooled keys need, 2 for embeddings of n-grams."""
+        recurs = self.recurrent is not None
+        return (*((0,) if not recurs or self.beside else ()), *((1,) if recurs else ()),
+                *((2,) if self.ngrams is not None else ()))
 
     @property
     def reading(self) -> bool:

@@ -4,7 +4,7 @@ A token has for each channel a value `c` and a score `z`. The group of the posit
 
     sum over its tokens t of softmax_t(z_t + b_t) c_t
 
-separately for each channel, where `b` is learned for each place in a group. With `overlap` tokens have two values and
+separately for each channel, where `b` is learned for each place in a group; or the plain mean (Qwen4). With `overlap` tokens have two values and
 two scores, one for their own group and one for the next: the mean is over the `2 m` tokens of a group and of the one
 before it.
 
@@ -106,6 +106,8 @@ def pooled(rule: Pooling, x: Array, known: Array, bias: Array) -> Array:
         known: `bool[..., conv]`, True for tokens of the text; False for positions before it.
         bias: see `PoolWalk`.
     """
+    if not rule.scored:
+        return x.astype(jnp.float32).mean(-2).astype(x.dtype)
     m, parts = rule.every, jnp.split(x, list(itertools.accumulate(rule.inputs))[:-1], -1)
     biases = jnp.split(bias.astype(jnp.float32), list(itertools.accumulate(rule.inputs[1::2]))[:-1], -1)
 
