@@ -12,7 +12,7 @@ from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
 from decodax.models.blocks.options import BlockIndex, Layer
 from decodax.models.residual.options import GatedConnections, HyperConnections, LayerInputs, Streams
-from decodax.models.rope import Chunks, Rope
+from decodax.models.rope import Rope
 from decodax.models.routing import ClippedSwiGLU
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
@@ -174,8 +174,9 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
-        if isinstance(self.streams, HyperConnections | GatedConnections) and (self.layer_inputs is not None or self.layer_scale or (
-                self.block != "pre" or self.residual_scale != 1.0 or any(x.block or x.half for x in self.layers))):
+        if isinstance(self.streams, HyperConnections | GatedConnections) and (
+                self.layer_inputs is not None or self.layer_scale or self.block != "pre" or self.residual_scale != 1.0
+                or any(x.block or x.half for x in self.layers)):
             raise ValueError("streams: hyper-connections take pre blocks with both halves, no layer_inputs, no "
                              "layer_scale and no residual_scale")
         if isinstance(self.streams, Streams) and (
@@ -183,10 +184,9 @@ class DecoderConfig:
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
             raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
-        if any(x.ngrams and (not isinstance(self.streams, GatedConnections) or x.ngrams.vocab != self.vocab or (
-                x.ngrams.streams != (self.streams.count, self.width))) for x in self.layers):
-            raise ValueError("ngrams: takes GatedConnections, and the number of streams, their width and the vocab "
-                             "of the decoder")
+        if any(x.ngrams and (not isinstance(self.streams, GatedConnections) or (x.ngrams.vocab, x.ngrams.streams) != (
+                self.vocab, (self.streams.count, self.width))) for x in self.layers):
+            raise ValueError("ngrams: takes GatedConnections, their number and width, and the vocab of the decoder")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -199,7 +199,8 @@ class DecoderConfig:
         if self.glu is not None and not self.gated:
             raise ValueError("glu: got a gated activation, takes a gated MLP for it")
         for index in {layer.index for layer in self.layers if layer.index is not None}:
-            if isinstance(index, BlockIndex) and (self.heads % index.heads or (index.heads % self.kv_heads and self.kv_heads % index.heads)):
+            if isinstance(index, BlockIndex) and (self.heads % index.heads or (
+                    index.heads % self.kv_heads and self.kv_heads % index.heads)):
                 raise ValueError(f"index heads: got {index.heads}, takes a divisor of heads = {self.heads} that is a "
                                  f"multiple or a divisor of kv_heads = {self.kv_heads}")
             if self.value_heads is not None or self.attention_softcap is not None:
@@ -301,8 +302,7 @@ class DecoderConfig:
 
     @property
     def entries(self) -> tuple[tuple[int, int], ...]:
-        """The entries that a cache stores, in its order. Each is a pair of the index of a layer and a number of
-        `Layer.parts`."""
+        """The entries that a cache stores, in its order: pairs of the index of a layer and one of its `Layer.parts`."""
         return tuple((i, part) for i in self.own for part in self.layers[i].parts)
 
     def index_keys(self, layer: int) -> tuple[int, ...]:
@@ -370,13 +370,6 @@ def with_config(lm: Loaded, config: DecoderConfig, params: Any) -> Any:
     """Returns the loaded model with another configuration of its network, and its weights for it."""
     own: Any = lm
     return dataclasses.replace(own, model=dataclasses.replace(own.model, config=config), params=params)
-
-
-def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
-    """Returns the layers in which rotary positions restart in each chunk, as `chunks` says (dual chunk attention);
-    None: positions count from the start of the text. Layers without a rotary embedding do not change."""
-    return tuple(layer if layer.rope is None else
-                 dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

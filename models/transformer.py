@@ -36,6 +36,7 @@ from decodax.models.images import Images, check_cache, check_tokens, images_of, 
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
+from decodax.models.layers import optional
 from decodax.models.packed import Adapted, embedded, whole
 from decodax.models.recurrent.blocks import recurrent_states
 from decodax.models.residual import conditioning
@@ -102,8 +103,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         return self.cache
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        c = self.config
-        encodes = self.encodes
+        c, encodes = self.config, self.encodes
         if (encodes and params is not None) if inputs is None else (
                 not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows)):
             takes = "an EncoderText for a Transformer with prefix linear attention" if encodes else (
@@ -111,7 +111,6 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
             raise ValueError(f"inputs: got {None if inputs is None else named(inputs)}, takes {takes}")
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
-        check_tokens(c.takes_tokens, inputs)
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
         c = dataclasses.replace(c, layers=with_axes(c.layers, inputs))
         layers = kv_layers(c, self.context)
@@ -357,7 +356,7 @@ class Pieces:
     def out(self, x: Array, entries: Any) -> Out:
         """Returns the result of a model call from the residual stream after the last layer; `entries` are those for its
         cache."""
-        return Out(hidden=self.network.norm(x), entries=entries, head=self.network.logits)
+        return Out(hidden=optional(self.network.norm, x), entries=entries, head=self.network.logits)
 
 
 @functools.lru_cache(maxsize=64)

@@ -64,7 +64,8 @@ class WeightSource:
         `NAME.shard_1.weight` and so on, equally long except for the last ones; unchanged if it does not. `present` has
         the names of all tensors."""
         start, _, tail = self.tensors[0].rpartition(".")
-        found = tuple(itertools.takewhile(present.__contains__, (f"{start}.shard_{i}.{tail}" for i in itertools.count())))
+        names = (f"{start}.shard_{i}.{tail}" for i in itertools.count())
+        found = tuple(itertools.takewhile(present.__contains__, names))
         # As torch.chunk divides an axis; with fewer rows than asked for, there are fewer tensors.
         return dataclasses.replace(self, tensors=found, joined=-(-self.full[0] // len(found))) if found else self
 

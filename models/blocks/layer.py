@@ -83,8 +83,11 @@ class DecoderLayer(nnx.Module):
             more = self.inputs(self.streams.scaled(x), tables["inputs"][:, :, index])
             return x.at[:, :, 1:].add(more[:, :, None]), entry
         if self.attn_hc is not None and self.mlp_hc is not None:
-            more, of_ngrams = (None, ()) if self.ngrams is None else self.ngrams(index, x, tables, attend)
-            active, after = self.attn_hc(x if more is None else x + more)
+            of_ngrams = None
+            if self.ngrams is not None:
+                added, of_ngrams = self.ngrams(index, x, tables, attend)
+                x = x + added
+            active, after = self.attn_hc(x)
             branch, entry = self._attention(index, optional(self.attn_in, active), tables, attend, True)
             active, onward = self.mlp_hc(after(branch))
             return onward(self._fed(active, tables)), entry if self.ngrams is None else (entry, of_ngrams)

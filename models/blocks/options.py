@@ -15,7 +15,7 @@ from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
 from decodax.models.residual.options import NGrams
-from decodax.models.rope import Rope
+from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
 
@@ -139,7 +139,10 @@ class Layer:
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
             cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
         beside: True computes attention beside the recurrent block, from the same input, and adds their outputs.
-        index: the choice of the blocks of text that a query attends to; None: all of them.
+        index: the choice of the blocks of text that a query attends to, or of groups of tokens, which takes a `Pooling`
+            as `recurrent`, and `beside`; None: all of them.
+        ngrams: embeddings of n-grams that are added to the residual streams before the layer, which has a recurrent
+            block in place of attention; None: none.
     """
 
     rope: Rope | None = None
@@ -219,10 +222,12 @@ class Layer:
         if self.linear is not None and (self.sinks or self.output_gate):
             name = "sinks" if self.sinks else "output_gate"
             raise ValueError(f"{name}: cannot be combined with linear attention")
+        grouped = index is not None
         if self.index is not None and ((self.rope is not None and (
                 self.rope.chunks is not None or self.rope.width > self.index.width)) or dataclasses.replace(
-                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None, **({} if index is None else
-                    dict(output_gate=None, recurrent=None, beside=False))) != Layer()):
+                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None,
+                output_gate=None if grouped else self.output_gate, recurrent=None if grouped else self.recurrent,
+                beside=self.beside and not grouped) != Layer()):
             raise ValueError("index: takes a rope without chunks that is at most as wide as the index keys, or none, "
                              "and of the other options scale, experts, qk_norm and mlp, with groups output_gate")
         if self.bias is not None and (self.linear is not None or (
@@ -259,3 +264,10 @@ class Layer:
             return self.latent is other.latent
         one, two = ((x.rank, x.indexer and x.indexer.width) for x in (self.latent, other.latent))
         return one == two
+
+
+def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
+    """Returns the layers in which rotary positions restart in each chunk, as `chunks` says (dual chunk attention);
+    None: positions count from the start of the text. Layers without a rotary embedding do not change."""
+    return tuple(layer if layer.rope is None else
+                 dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)

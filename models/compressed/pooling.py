@@ -4,9 +4,9 @@ A token has for each channel a value `c` and a score `z`. The group of the posit
 
     sum over its tokens t of softmax_t(z_t + b_t) c_t
 
-separately for each channel, where `b` is learned for each place in a group; or the plain mean (Qwen4). With `overlap` tokens have two values and
-two scores, one for their own group and one for the next: the mean is over the `2 m` tokens of a group and of the one
-before it.
+separately for each channel, where `b` is learned for each place in a group; in Qwen4 it is the plain mean. With
+`overlap` tokens have two values and two scores, one for their own group and one for the next: the mean is over the
+`2 m` tokens of a group and of the one before it.
 
 A group's key is a function of the tokens on the path to its last one. So it is made when that token is a node, from the
 node's ancestors in the window and the last tokens of the text, and is stored as a part of that node's entry: other

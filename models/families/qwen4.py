@@ -1,5 +1,5 @@
-"""Qwen4 (Qwen Team, 2026; experimental): the gated delta rule in most layers, in the others gated attention to groups of
-tokens that an index chooses; embeddings of n-grams before some layers; residual streams with gates; mixtures."""
+"""Qwen4 (Qwen Team, 2026; experimental): the gated delta rule in most layers, in the others gated attention to groups
+of tokens that an index chooses; embeddings of n-grams before some layers; residual streams with gates; mixtures."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ n-gram is
 An n-gram does not reach before the beginning of a text, nor before the token that ends one: that token takes the place
 of what is missing. The embeddings of all tables side by side, `e`, have keys and a value:
 
-    v_k = sigmoid(s(K_k e . X_k / sqrt(D))) V e        X_k <- X_k + v_k + silu(sum over i of w_i v'_k, i n tokens before)
+    v_k = sigmoid(s(K_k e . X_k / sqrt(D))) V e        X_k <- X_k + v_k + silu(sum over i of w_i v'_k)
 
-for streams `X_k`, where both sides of the product, and `v'`, are normed, and `s(z) = sign(z) sqrt(|z|)`.
+for streams `X_k`, with the `v'_k` of the token that is `i n` tokens before. Both sides of the product, and `v'`, are
+normed, and `s(z) = sign(z) sqrt(|z|)`.
 
 A node needs the tokens of its nearest ancestors and the `v'` of some farther ones. Both are inputs of a short causal
 convolution to the cache (`decodax.cache.recurrence`): a node's own are a part of its entry, and those of the last
