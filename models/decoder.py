@@ -167,8 +167,8 @@ class Decoder(nnx.Module):
 
     def inputs(self, tokens: Array, x: Array, which: Array | None = None) -> Array | None:
         """Returns the per-layer embeddings of all layers, `f[B, W, L, d]`, for models that have them (Gemma 3n); the
-        tokens `i32[B, W]` for models whose layers need them (`DecoderConfig.takes_tokens`); else None. For the arguments see
-        `LayerInputTable.__call__`."""
+        tokens `i32[B, W]` for models whose layers need them (`DecoderConfig.takes_tokens`); else None. For the
+        arguments see `LayerInputTable.__call__`."""
         if self.c.takes_tokens:
             return tokens
         return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)

@@ -141,6 +141,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def is_table(path: str) -> bool:
+    """Returns True for the path of a weight whose rows are looked up, `[outputs, inputs]`, which may be packed: the
+    embedding table, or one of n-grams."""
+    return path == "embed" or path.endswith(".ngrams.table")
+
+
 def kernel_of(path: str, weight: Array) -> Array:
     """Returns a weight as a kernel `f[..., K, N]`; an embedding table is transposed."""
     return weight.T if path == "embed" else weight

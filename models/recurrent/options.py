@@ -72,6 +72,8 @@ class GatedDelta:
         if self.chunk is None:
             # Products with a decay of each channel take memory for each pair of nodes and channel.
             object.__setattr__(self, "chunk", 16 if self.by_channel else 64)
+        if self.gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate: got {self.gate!r}, takes 'silu' or 'sigmoid'")
         if self.floor > 0:
             raise ValueError(f"floor: got {self.floor}, takes a number below 0, or 0")
         if self.rank < 0:
