@@ -10,9 +10,9 @@ from decodax.common.arguments import check_counts
 from decodax.common.struct import short
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
-from decodax.models.blocks.options import Layer
-from decodax.models.residual.options import HyperConnections, LayerInputs, Streams
-from decodax.models.rope import Chunks, Rope
+from decodax.models.blocks.options import BlockIndex, Layer
+from decodax.models.residual.options import GatedConnections, HyperConnections, LayerInputs, Streams
+from decodax.models.rope import Rope
 from decodax.models.routing import ClippedSwiGLU
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
@@ -80,8 +80,8 @@ class DecoderConfig:
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
         layer_inputs: an embedding of its own of each token for every layer, or None.
-        streams: several residual streams. `Streams` take `layer_inputs` and "sandwich" blocks, `HyperConnections` no
-            options of the residual stream and "pre" blocks. None: one.
+        streams: several residual streams. `Streams` take `layer_inputs` and "sandwich" blocks, the others no options
+            of the residual stream and "pre" blocks. None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
         conditioned: True: the model fills a canvas after a causal text, and reads its last predictions there; the nodes
             of a canvas have factors of `layer_scale` of their own. See `decodax.models.residual.conditioning`.
@@ -128,7 +128,7 @@ class DecoderConfig:
     value_dim: int | None = None
     value_scale: float = 1.0
     layer_inputs: LayerInputs | None = None
-    streams: Streams | HyperConnections | None = None
+    streams: Streams | HyperConnections | GatedConnections | None = None
     layer_scale: bool = False
     conditioned: bool = False
     gate_scale: float = 1.0
@@ -174,8 +174,9 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
-        if isinstance(self.streams, HyperConnections) and (self.layer_inputs is not None or self.layer_scale or (
-                self.block != "pre" or self.residual_scale != 1.0 or any(x.block or x.half for x in self.layers))):
+        if isinstance(self.streams, HyperConnections | GatedConnections) and (
+                self.layer_inputs is not None or self.layer_scale or self.block != "pre" or self.residual_scale != 1.0
+                or any(x.block or x.half for x in self.layers)):
             raise ValueError("streams: hyper-connections take pre blocks with both halves, no layer_inputs, no "
                              "layer_scale and no residual_scale")
         if isinstance(self.streams, Streams) and (
@@ -183,6 +184,9 @@ class DecoderConfig:
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
             raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
+        if any(x.ngrams and (not isinstance(self.streams, GatedConnections) or (x.ngrams.vocab, x.ngrams.streams) != (
+                self.vocab, (self.streams.count, self.width))) for x in self.layers):
+            raise ValueError("ngrams: takes GatedConnections, their number and width, and the vocab of the decoder")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -195,7 +199,8 @@ class DecoderConfig:
         if self.glu is not None and not self.gated:
             raise ValueError("glu: got a gated activation, takes a gated MLP for it")
         for index in {layer.index for layer in self.layers if layer.index is not None}:
-            if self.heads % index.heads or (index.heads % self.kv_heads and self.kv_heads % index.heads):
+            if isinstance(index, BlockIndex) and (self.heads % index.heads or (
+                    index.heads % self.kv_heads and self.kv_heads % index.heads)):
                 raise ValueError(f"index heads: got {index.heads}, takes a divisor of heads = {self.heads} that is a "
                                  f"multiple or a divisor of kv_heads = {self.kv_heads}")
             if self.value_heads is not None or self.attention_softcap is not None:
@@ -274,6 +279,11 @@ class DecoderConfig:
         return any(layer.experts is not None and layer.experts.hashed for layer in self.layers)
 
     @property
+    def takes_tokens(self) -> bool:
+        """True if layers need token ids: those with such experts, or with embeddings of n-grams."""
+        return self.hashed or any(layer.ngrams is not None for layer in self.layers)
+
+    @property
     def latent(self) -> int:
         """Number of layers with multi-head latent attention: 0, or all layers with attention."""
         return sum(layer.latent is not None for layer in self.layers)
@@ -291,12 +301,9 @@ class DecoderConfig:
                      if layer.reads is None and layer.echoes is None and layer.half != "mlp")
 
     @property
-    def entries(self) -> tuple[tuple[int, bool], ...]:
-        """The entries that a cache stores, in its order. Each is a pair of the index of a layer and a flag, which is
-        False for the layer's keys and values (or its state of linear attention) and True for the state of its recurrent
-        block."""
-        return tuple((i, recurrent) for i in self.own for recurrent in (False, True)
-                     if i in (self.recurrent if recurrent else (*self.attending, *self.summing)))
+    def entries(self) -> tuple[tuple[int, int], ...]:
+        """The entries that a cache stores, in its order: pairs of the index of a layer and one of its `Layer.parts`."""
+        return tuple((i, part) for i in self.own for part in self.layers[i].parts)
 
     def index_keys(self, layer: int) -> tuple[int, ...]:
         """Returns the indices of the layers whose index keys the cache stores with the latents of a layer in `own`:
@@ -363,13 +370,6 @@ def with_config(lm: Loaded, config: DecoderConfig, params: Any) -> Any:
     """Returns the loaded model with another configuration of its network, and its weights for it."""
     own: Any = lm
     return dataclasses.replace(own, model=dataclasses.replace(own.model, config=config), params=params)
-
-
-def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
-    """Returns the layers in which rotary positions restart in each chunk, as `chunks` says (dual chunk attention);
-    None: positions count from the start of the text. Layers without a rotary embedding do not change."""
-    return tuple(layer if layer.rope is None else
-                 dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

@@ -27,9 +27,11 @@ from decodax.models.images import Images
 from decodax.models.layers import Linear, Norm, optional, weight
 from decodax.models.packed import Packed, embedded, head, multiply, whole
 from decodax.models.residual.conditioning import SelfConditioning
+from decodax.models.residual.gated_connections import GatedEnds
 from decodax.models.residual.hyper_connections import HyperEnds
 from decodax.models.residual.layer_inputs import LayerInputTable
-from decodax.models.residual.options import HyperConnections
+from decodax.models.residual.ngrams import NGramWalk
+from decodax.models.residual.options import GatedConnections, HyperConnections, Streams
 from decodax.models.residual.streams import StreamEnds
 from decodax.models.rope import Rope
 
@@ -44,12 +46,14 @@ class Decoder(nnx.Module):
         self.positions = weight(rngs, (rows, c.width), (None, "embed")) if c.learned_positions else None
         self.embed_norm = Norm(c.embed_norm_kind or c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
-        self.norm = Norm(c.last_norm_kind or c.norm, (c.width,), ("embed",))
+        # Gated connections norm the streams.
+        self.norm = None if isinstance(c.streams, GatedConnections) else Norm(
+            c.last_norm_kind or c.norm, (c.width,), ("embed",))
         self.rope_factors = nnx.Param(jnp.zeros(c.rope_factors), axes=(None,)) if c.rope_factors else None
         self.conditioning = SelfConditioning(c, rngs) if c.conditioned else None
         self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
-        self.streams = None if c.streams is None else HyperEnds(c, rngs) if isinstance(
-            c.streams, HyperConnections) else StreamEnds(c, rngs)
+        ends: dict[Any, Any] = {HyperConnections: HyperEnds, GatedConnections: GatedEnds, Streams: StreamEnds}
+        self.streams = None if c.streams is None else ends[type(c.streams)](c, rngs)
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
@@ -93,8 +97,7 @@ class Decoder(nnx.Module):
                 attend = echoes = Echoes(self.c, attend, near)
             elif self.c.shared:
                 attend = self._sharing(attend)
-        if not self.c.shared and (len(self.c.entries) != len(self.c.layers)
-                                  or any(layer.beside for layer in self.c.layers)):
+        if not self.c.shared and [layer for layer, _ in self.c.entries] != list(range(len(self.c.layers))):
             attend = self._numbered(attend)
         x = x if self.streams is None else self.streams.split(x)
         for i in range(len(states), len(self.c.layers)):
@@ -104,14 +107,14 @@ class Decoder(nnx.Module):
             if i < len(added):
                 x = x + added[i].astype(x.dtype)
             if i in self.c.own:
-                entries += entry if self.c.layers[i].beside else [entry]
+                entries += entry if len(self.c.layers[i].parts) > 1 else [entry]
             elif (reads := self.c.layers[i].reads) is not None and self.c.layers[i].latent is not None:
                 entries[self.c.own.index(reads)] = entry        # now with the index keys of this layer
             states.append(x if self.streams is None else self.streams.shown(x))
         if echoes is not None:
             entries = echoes.entries(entries)
         x = x if self.streams is None else self.streams.join(x)
-        return self.norm(x), tuple(entries), tuple(states)
+        return optional(self.norm, x), tuple(entries), tuple(states)
 
     def _sharing(self, attend: Attend) -> Attend:
         """Returns the attention function for all layers, in order, made from `attend`, which has only the layers that
@@ -121,12 +124,12 @@ class Decoder(nnx.Module):
 
         def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             if "walk" in options:
-                return attend(place[layer, True], q, k, v, **options)
+                return attend(place[layer, 1], q, k, v, **options)
             reads = self.c.layers[layer].reads
             source = layer if reads is None else reads
             if k is not None:       # of its own, or latents of the other layer with index keys of its own
                 made[source] = k, v
-            return attend(place[source, False], q, *made[source], **options)
+            return attend(place[source, 0], q, *made[source], **options)
 
         return shared
 
@@ -134,7 +137,8 @@ class Decoder(nnx.Module):
         """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a
         cache's entries."""
         place = {entry: number for number, entry in enumerate(self.c.entries)}
-        return lambda layer, q, k, v, **options: attend(place[layer, "walk" in options], q, k, v, **options)
+        part = lambda walk: 0 if walk is None else 2 if isinstance(walk, NGramWalk) else 1
+        return lambda layer, q, k, v, **options: attend(place[layer, part(options.get("walk"))], q, k, v, **options)
 
     def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
                  which: Array | None = None) -> Array:
@@ -163,9 +167,9 @@ class Decoder(nnx.Module):
 
     def inputs(self, tokens: Array, x: Array, which: Array | None = None) -> Array | None:
         """Returns the per-layer embeddings of all layers, `f[B, W, L, d]`, for models that have them (Gemma 3n); the
-        tokens `i32[B, W]` for models that choose experts by them; else None. For the arguments see
-        `LayerInputTable.__call__`."""
-        if self.c.hashed:
+        tokens `i32[B, W]` for models whose layers need them (`DecoderConfig.takes_tokens`); else None. For the
+        arguments see `LayerInputTable.__call__`."""
+        if self.c.takes_tokens:
             return tokens
         return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)
 
@@ -184,7 +188,7 @@ class Decoder(nnx.Module):
     def dtype(self) -> Any:
         """The dtype of activations: that of the final norm's scale, the learned positions or the embedding table, the
         first of them that exists and is not packed. If none is, it is the one set by `with_default_dtype`."""
-        for own in (self.norm.scale, self.positions, self.embed):
+        for own in (None if self.norm is None else self.norm.scale, self.positions, self.embed):
             if own is not None and not isinstance(table := own.get_value(), Packed):
                 return table.dtype
         return jnp.dtype(self.default_dtype)

@@ -115,9 +115,10 @@ _KEYS: dict[Kind, str] = {
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
            "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
-           "hc_mult hc_sinkhorn_iters o_groups index_kpool",
+           "hc_mult hc_sinkhorn_iters o_groups index_kpool hc_count indexer_n_heads indexer_kv_heads indexer_head_dim "
+           "ple_conv_kernel_size ngram_size heads_per_ngram",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
-           "mamba_d_ssm moe_latent_size o_lora_rank",
+           "mamba_d_ssm moe_latent_size o_lora_rank hc_lowrank ple_embed_dim",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "dense_intermediate_size expert_intermediate_size "
@@ -128,13 +129,15 @@ _KEYS: dict[Kind, str] = {
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
                "attention_chunk_size max_source_positions max_target_positions block_multiple_of "
                "mamba_chunk_size index_block_size index_topk_blocks sparse_block_size sparse_topk_blocks "
-               "compress_rate_csa compress_rate_hca compressed_sparse_attention heavily_compressed_attention",
+               "compress_rate_csa compress_rate_hca compressed_sparse_attention heavily_compressed_attention "
+               "indexer_budget indexer_compress_ratio ngram_vocab_size_base make_ngram_vocab_size_divisible_by "
+               "split_ngram_parts",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
            "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
            "moe_layer_num_skipped index_topk_freq index_skip_topk_offset "
            "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx index_local_blocks sparse_local_block "
-           "sparse_init_block num_hash_layers",
+           "sparse_init_block num_hash_layers seed",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers sparse_attention_freq sparse_disable_index_value",
@@ -145,7 +148,7 @@ _KEYS: dict[Kind, str] = {
     Kind("true, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")): "gating",
     _list(INDEX, "numbers of tokens, 0 for none"): "compress_ratios",
     _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers "
-                                         "kv_source_layers kda_layers",
+                                         "kv_source_layers kda_layers ple_layer_ids",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type gating_types",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):

@@ -37,7 +37,7 @@ from decodax.models.rope import Rope
 
 SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20),
             "qwen3_vl_moe": (24, 20, 20), "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10),
-            "hy_v4_vl": (12, 10, 10)}
+            "qwen4_exp": (11, 11, 10), "hy_v4_vl": (12, 10, 10)}
 """Number of frequencies for time, height and width in the families with M-RoPE, if `mrope_section` is missing."""
 
 ADJACENT = ("qwen2_vl", "qwen2_5_vl")
@@ -199,6 +199,13 @@ def check_cache(cache: Cache, inputs: Any) -> None:
             cache, (Dense, PagedCache, NoKeyValues)):
         raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense or paged cache, since the tokens of an "
                          "image attend to one another")
+
+
+def check_tokens(needed: bool, inputs: Any) -> None:
+    """Raises ValueError if layers need token ids (`needed`), and `inputs` are embeddings of other things than images,
+    whose tokens are in the prompt."""
+    if needed and isinstance(inputs, Embeddings | Array) and not isinstance(inputs, Images):
+        raise ValueError("inputs: got embeddings, takes tokens, by which this model chooses experts or finds n-grams")
 
 
 def with_axes(layers: tuple[Layer, ...], inputs: Any) -> tuple[Layer, ...]:

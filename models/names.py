@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from decodax.models.blocks.names import NAMES as BLOCKS
+from decodax.models.compressed.names import HYPER
 from decodax.models.compressed.names import NAMES as DEEPSEEK_V4
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
@@ -182,8 +183,9 @@ FAMILY_NAMES = {
 }
 """Names by `model_type`; other families have Llama's names."""
 
-IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-"""Buffers in older files, which are recomputed and not loaded."""
+IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq"
+                     r"|\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets)))$")
+"""Buffers, most of them in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
                     r"|patch_merge_mlp|embed_vision|vision_embedder|vit|vision_adapter|vision_projection|audio_tower"
@@ -214,7 +216,8 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
     if names.grouped:
         parts |= dict.fromkeys((group for group in names.fused if group[0].startswith("attn.")), config.kv_heads)
     experts = max((layer.experts.count for layer in config.layers if layer.experts is not None), default=0)
-    return {path: _source(path, names, sizes, parts, experts) for path in sizes}
+    found = {path: _source(path, names, sizes, parts, experts) for path in sizes}
+    return {path: source.in_shards(present) if path.endswith(".table") else source for path, source in found.items()}
 
 
 def head_tensor(family: str, present: Collection[str]) -> str:
@@ -385,5 +388,6 @@ def stored_dtype(path: str, name: str) -> str:
     >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
     ('float32', 'bfloat16')
     """
-    kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors")) or "_hc." in path
+    kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors", *(
+        f"_hc.{part}" for part in HYPER)))
     return "float32" if kept or (path.startswith("streams.") and path.count(".") == 1) else name

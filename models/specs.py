@@ -34,6 +34,7 @@ def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh,
              "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers)),
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
              "out_groups": math.gcd(*(layer.shared_key.groups for layer in config.layers if layer.shared_key)),
+             "ngrams": math.gcd(*(layer.ngrams.rows for layer in config.layers if layer.ngrams)),
              "shared_mlp": math.gcd(*(e.shared for e in experts)),
              **{name: math.gcd(*(getattr(layer.recurrent, what) for layer in config.layers
                                  if isinstance(layer.recurrent, kind))) for name, (kind, what) in RECURRENT.items()}}

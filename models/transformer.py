@@ -32,10 +32,11 @@ from decodax.models.blocks.layer import Keep
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Decoder
 from decodax.models.drafters.hidden_transfer import Transfer
-from decodax.models.images import Images, check_cache, images_of, no_images, with_axes
+from decodax.models.images import Images, check_cache, check_tokens, images_of, no_images, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
+from decodax.models.layers import optional
 from decodax.models.packed import Adapted, embedded, whole
 from decodax.models.recurrent.blocks import recurrent_states
 from decodax.models.residual import conditioning
@@ -102,8 +103,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         return self.cache
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        c = self.config
-        encodes = self.encodes
+        c, encodes = self.config, self.encodes
         if (encodes and params is not None) if inputs is None else (
                 not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows)):
             takes = "an EncoderText for a Transformer with prefix linear attention" if encodes else (
@@ -116,7 +116,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         layers = kv_layers(c, self.context)
         made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
-            return PerLayer(base=made(), where=self._places(c.attending, c.recurrent),
+            return PerLayer(base=made(), where=self._places(),
                             linear=recurrent_states(c, batch, capacity, dtype, given))
         if not c.summing:
             cache = made()
@@ -134,14 +134,12 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        return PerLayer(base=made(), linear=states, where=self._places(c.attending, c.summing))
+        return PerLayer(base=made(), linear=states, where=self._places())
 
-    def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
+    def _places(self) -> tuple[tuple[bool, int], ...]:
         """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache."""
-        place = {(layer, other): (other, i) for other, some in ((False, attending), (True, others))
-                 for i, layer in enumerate(some)}
-        linear = self.config.summing
-        return tuple(place[layer, recurrent or layer in linear] for layer, recurrent in self.config.entries)
+        others = [part > 0 or layer in self.config.summing for layer, part in self.config.entries]
+        return tuple((other, others[:i].count(other)) for i, other in enumerate(others))
 
     @property
     def encodes(self) -> bool:
@@ -270,6 +268,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network, images = _network(self.config, params, self.dtype), inputs if isinstance(inputs, Images) else None
+        check_tokens(self.config.takes_tokens, inputs)
         values, given = (None, None) if inputs is None else (inputs.values, inputs.given) if images is None else (
             images.at(where))
         if images is not None and images.number is not None:
@@ -357,7 +356,7 @@ class Pieces:
     def out(self, x: Array, entries: Any) -> Out:
         """Returns the result of a model call from the residual stream after the last layer; `entries` are those for its
         cache."""
-        return Out(hidden=self.network.norm(x), entries=entries, head=self.network.logits)
+        return Out(hidden=optional(self.network.norm, x), entries=entries, head=self.network.logits)
 
 
 @functools.lru_cache(maxsize=64)
@@ -386,6 +385,7 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> tuple[Array, Ar
     """Returns the residual stream before the first layer and the inputs of all layers, from tokens, the window's
     embeddings and the row's `Embeddings`."""
     values, which, given = window.embeddings, window.embedded, cache.inputs
+    check_tokens(network.c.takes_tokens, given if values is None else values)
     if isinstance(given, Embeddings):
         own, here = given.at(window.positions)
         values, which = (own, here) if values is None or which is None else (

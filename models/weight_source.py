@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ class WeightSource:
         ids: number of things that the entries number, which may be whole numbers in the file; 0: they are no numbers of
             things.
         after: number of last axes of length 1 that the weight does not have; it may lack first ones, too.
+        joined: several tensors are not stacked, but joined along their first axis, of which each but the last has this
+            number of entries; `full` is the shape of all of them. 0: they are stacked.
     """
 
     tensors: tuple[str, ...]
@@ -46,6 +49,25 @@ class WeightSource:
     leading: bool = False
     ids: int = 0
     after: int = 0
+    joined: int = 0
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        if not self.joined:
+            return dict.fromkeys(self.tensors, self.full)
+        return {tensor: (min(self.joined, self.full[0] - i * self.joined), *self.full[1:])
+                for i, tensor in enumerate(self.tensors)}
+
+    def in_shards(self, present: Collection[str]) -> WeightSource:
+        """Returns the source as a file has it that divides the one tensor `NAME.weight` into `NAME.shard_0.weight`,
+        `NAME.shard_1.weight` and so on, equally long except for the last ones; unchanged if it does not. `present` has
+        the names of all tensors."""
+        start, _, tail = self.tensors[0].rpartition(".")
+        names = (f"{start}.shard_{i}.{tail}" for i in itertools.count())
+        found = tuple(itertools.takewhile(present.__contains__, names))
+        # As torch.chunk divides an axis; with fewer rows than asked for, there are fewer tensors.
+        return dataclasses.replace(self, tensors=found, joined=-(-self.full[0] // len(found))) if found else self
 
     def turned(self, x: Any) -> Any:
         """Converts between the tensor of the file and the weight, in either direction: swaps the last two axes if
@@ -117,6 +139,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(name, {})
         node[last] = leaf
     return tree
+
+
+def is_table(path: str) -> bool:
+    """Returns True for the path of a weight whose rows are looked up, `[outputs, inputs]`, which may be packed: the
+    embedding table, or one of n-grams."""
+    return path == "embed" or path.endswith(".ngrams.table")
 
 
 def kernel_of(path: str, weight: Array) -> Array:

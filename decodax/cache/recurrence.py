@@ -108,16 +108,18 @@ class LinearRecurrent(Sized, DraftBase):
     @property
     def layout(self) -> Layout:
         # The axis of heads, groups or channels is the first after that of nodes.
-        return Layout(specs=dict(rings=jax.tree.map(lambda x: PartitionSpec(DATA, None, MODEL), self.rings)))
+        spec = lambda x: PartitionSpec(DATA, None, MODEL) if x.ndim > 2 else PartitionSpec(DATA)
+        return Layout(specs=dict(rings=jax.tree.map(spec, self.rings)))
 
-    def before(self, layer: int, x: PyTree, window: Window | AttentionView) -> PyTree:
+    def before(self, layer: int, x: PyTree, window: Window | AttentionView, apart: int = 1) -> PyTree:
         """Returns the convolution's inputs at the `R` nearest ancestors of each node, the farthest first: a pytree of
         arrays `f[B, W, R, ...]`. `x` has the inputs at the nodes themselves, `f[B, W, ...]`. `window` is the window, or
-        a view of it with the entry of nodes of earlier windows in `before`."""
+        a view of it with the entry of nodes of earlier windows in `before`. With `apart` only every so many of the
+        ancestors are taken, the farthest one first."""
         if window.before is not None:
             x = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], 1), window.before.inputs, x)
         return jax.tree.map(lambda ring, x: _latest(ring, self.length, x, window.key_positions, window.visible(),
-                                                    window.positions), self.rings[layer], x)
+                                                    window.positions, apart), self.rings[layer], x)
 
     def history(self, layer: int, x: PyTree, window: Window | AttentionView) -> tuple[PyTree, Array, Array]:
         """Returns the inputs of the last `R` tokens of the text and of all nodes, a pytree of arrays `f[B, R + K,
@@ -218,10 +220,10 @@ class LinearTreeBuffer(Draftable):
                              key_positions=jnp.concatenate([self.positions, window.positions], 1),
                              before=self.nodes[layer])
 
-    def before(self, layer: int, x: PyTree, window: Window) -> PyTree:
+    def before(self, layer: int, x: PyTree, window: Window, apart: int = 1) -> PyTree:
         """Returns the convolution's inputs at ancestors, some of which may be in this buffer; see
         `LinearRecurrent.before`."""
-        return self.base.before(layer, x, self._view(layer, window))
+        return self.base.before(layer, x, self._view(layer, window), apart)
 
     def history(self, layer: int, x: PyTree, window: Window) -> tuple[PyTree, Array, Array]:
         """Returns the inputs that nodes see, some of them in this buffer; see `LinearRecurrent.history`."""
@@ -242,8 +244,9 @@ class LinearTreeBuffer(Draftable):
         return self.base.commit(self.nodes, slots)
 
 
-def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array, at: Array) -> Array:
-    """Returns the inputs at the `R` positions before `at` (`i32[B, n]`), `f[B, n, R, ...]`.
+def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array, at: Array, apart: int = 1) -> Array:
+    """Returns the inputs at the `R` positions before `at` (`i32[B, n]`), or at those of them that are `apart`, the
+    farthest one first, `f[B, n, R / apart, ...]`.
 
     They come from the nodes that are `seen` (`bool[B, n, K]`) among those at `positions` (`i32[B, K]`) with inputs `x`,
     or else from the ring, which ends before position `length`.
@@ -251,7 +254,7 @@ def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array,
     R = ring.shape[1]
     if not R:
         return jnp.zeros((*at.shape, 0, *x.shape[2:]), x.dtype)
-    place = at[..., None] - jnp.arange(R, 0, -1, dtype=at.dtype)
+    place = at[..., None] - jnp.arange(R, 0, -apart, dtype=at.dtype)
     here = seen[:, :, None] & (positions[:, None, None] == place[..., None])
     old = take(ring, jnp.clip(place - length[:, None, None] + R, 0, R - 1))
     return jnp.where(_over(here.any(-1), old), take(x, jnp.argmax(here, -1)), old.astype(x.dtype))

@@ -96,6 +96,8 @@ class ArrayReader:
             jobs = itertools.chain.from_iterable(
                 self._weight(name, source, bounds[1:], goal[i])
                 for i, name in enumerate(source.tensors[slice(*bounds[0])]))
+        elif source.joined:
+            jobs = itertools.chain.from_iterable(self._shards(source, bounds, goal))
         else:
             jobs = self._weight(source.tensors[0], source, bounds, goal)
         if found.size <= CHUNK // 8:       # a thread costs more
@@ -132,6 +134,16 @@ class ArrayReader:
         if path not in self._open:
             self._open[path] = os.open(path, os.O_RDONLY)
         return self._open[path]
+
+    def _shards(self, source: WeightSource, bounds: Bounds, goal: np.ndarray) -> Iterator[Copies]:
+        """Returns the copies that make up a weight of tensors that are joined along their first axis."""
+        (first, last), *rest = bounds
+        for i, (name, shape) in enumerate(source.shapes.items()):
+            start = i * source.joined
+            low, high = max(first, start), min(last, start + shape[0])
+            if low < high:
+                own = dataclasses.replace(source, tensors=(name,), full=shape, joined=0)
+                yield self._weight(name, own, ((low - start, high - start), *rest), goal[low - first:high - first])
 
     def _weight(self, name: str, source: WeightSource, bounds: Bounds, goal: np.ndarray) -> Copies:
         """Returns the copies that make up a weight of one tensor."""

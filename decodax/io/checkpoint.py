@@ -312,7 +312,7 @@ def check_tensors(where: dict[str, WeightSource], files: Files, spare: set[str],
                   ignored: list[re.Pattern[str]]) -> None:
     """Checks that every tensor that the weights need exists with the right shape and dtype, and that there are no other
     tensors except `spare` and those that match `ignored`."""
-    wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
+    wanted = {tensor: shape for source in where.values() for tensor, shape in source.shapes.items()}
     numbers = {tensor for source in where.values() for tensor in source.tensors if source.ids}
     missing = [tensor for tensor in wanted if tensor not in files.home]
     left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare

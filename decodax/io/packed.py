@@ -25,7 +25,7 @@ from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS, Format
 from decodax.models.names import stored_dtype
 from decodax.models.packed import Packed, by_expert, for_platform
-from decodax.models.weight_source import plain
+from decodax.models.weight_source import is_table, plain
 
 ENTRY = "packed_weights"
 """Key in config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""
@@ -74,7 +74,7 @@ def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStr
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"{root / 'config.json'}: {ENTRY}: {path}: {e}") from None
         shape, wanted = found[path].shape, shapes[path].shape
-        if isinstance(found[path], Packed) and path != "embed":
+        if isinstance(found[path], Packed) and not is_table(path):
             wanted = (*wanted[:-2], wanted[-1], wanted[-2])
         if shape != wanted:
             raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration requires {wanted}")
@@ -132,7 +132,7 @@ def _placed(skeleton: Any, path: str, place: Sharding, read: Callable[..., Array
     """Reads a weight and places it; each device's part of an array is read separately."""
     if not isinstance(skeleton, Packed):
         return read(skeleton, path, place, None if dtype is None else stored_dtype(path, dtype))
-    table, names = path == "embed", _names(skeleton, path)
+    table, names = is_table(path), _names(skeleton, path)
     leaves, structure = jax.tree.flatten(skeleton)
     made = [read(leaf, name, where) for leaf, name, where in
             zip(leaves, names, jax.tree.leaves(shardings(skeleton, table, place)), strict=True)]

@@ -32,7 +32,7 @@ from decodax.models.names import flatten
 from decodax.models.packed import Packed
 from decodax.models.recurrent.mamba2 import Mamba2
 from decodax.models.transformer import Transformer
-from decodax.models.weight_source import kernel_of
+from decodax.models.weight_source import is_table, kernel_of
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
              "chat_template.jinja")
@@ -95,7 +95,7 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
                 seen = observe(lm.model, arrays, tokens, own.statistic, group, lm.diffusion, shown)
             for path in group:
                 made = pack(kernel_of(path, leaves[path]), *([] if tokens is None else [seen.pop(path)]))
-                packed[path] = made if places is None else place_packed(made, path == "embed", places[path])
+                packed[path] = made if places is None else place_packed(made, is_table(path), places[path])
         report(len(chosen))
     leaves |= huge_pages.moved(packed)
     return dataclasses.replace(lm, params=jax.tree.unflatten(tree, leaves.values()))
@@ -147,7 +147,7 @@ def _is_stored(leaf: Any) -> bool:
 
 def _decoded(path: str, leaf: Packed) -> Any:
     """Returns a packed kernel as an array in the order of the network's weights."""
-    return _values(leaf) if path == "embed" else jnp.swapaxes(_values(leaf), -1, -2)
+    return _values(leaf) if is_table(path) else jnp.swapaxes(_values(leaf), -1, -2)
 
 
 @jax.jit

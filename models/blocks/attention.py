@@ -11,7 +11,8 @@ from jax import Array
 
 from decodax.cache import LinearTerms
 from decodax.models.blocks.block_index import BlockIndexer
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.group_index import GroupIndexer
+from decodax.models.blocks.options import BlockIndex, Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.dual_chunk import DualChunk
 from decodax.models.layers import STD, Linear, Norm, head_norm, optional
@@ -60,7 +61,8 @@ class Attention(nnx.Module):
         self.q_norm = head_norm(c, heads, width, "heads") if attends and layer.qk_norm else None
         self.k_norm = head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
         self.v_norm = Norm(c.value_norm, (wide,), (None,)) if own and c.value_norm is not None else None
-        self.index = None if layer.index is None else BlockIndexer(c, layer, rngs)
+        self.index = None if layer.index is None else BlockIndexer(c, layer, rngs) if isinstance(
+            layer.index, BlockIndex) else GroupIndexer(c, layer, rngs)
         self.sinks = nnx.Param(jnp.zeros(heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
@@ -94,6 +96,10 @@ class Attention(nnx.Module):
             options["bias"] = self.layer.bias
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
+        if isinstance(self.index, GroupIndexer):
+            k, options["bias"], ring = self.index(index, x, k, tables, attend)
+            out, entry = self._projected(x, *attend(index, q, k, v, **options))
+            return out, (entry, ring)
         if self.index is not None:
             k, options["bias"] = self.index(x, k, tables)
         return self._projected(x, *attend(index, q, k, v, **options))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import BlockIndex, Layer
 from decodax.models.config import DecoderConfig
 from decodax.models.layers import Linear, Norm
 from decodax.models.rope import rotate
@@ -31,7 +31,7 @@ class BlockIndexer(nnx.Module):
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         rule = layer.index
-        assert rule is not None
+        assert isinstance(rule, BlockIndex)
         self.c, self.layer, self.rule = c, layer, rule
         self.q = Linear(rngs, (c.width, rule.heads * rule.width), ("embed", None), False)
         self.k = Linear(rngs, (c.width, rule.width), ("embed", None), False)

@@ -18,9 +18,11 @@ from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import Norm, kept, optional
 from decodax.models.recurrent.blocks import Block, recurrent_block
+from decodax.models.residual.gated_connections import GatedConnection
 from decodax.models.residual.hyper_connections import HyperConnection
 from decodax.models.residual.layer_inputs import LayerFactor, LayerInput
-from decodax.models.residual.options import HyperConnections, Streams
+from decodax.models.residual.ngrams import NGramInput
+from decodax.models.residual.options import GatedConnections, HyperConnections, Streams
 from decodax.models.residual.streams import LowRankPath, StreamMixer
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -38,13 +40,14 @@ class DecoderLayer(nnx.Module):
         norm = lambda present, kind=c.norm: Norm(kind, (c.width,), ("embed",)) if present else None
         after = c.out_norm_kind or c.norm
         block, attends, feeds = layer.block or c.block, layer.half != "mlp", layer.half != "attention"
-        self.attn_in = norm(block != "post" and attends)
+        gated = isinstance(c.streams, GatedConnections)        # the streams are normed
+        self.attn_in = norm(block != "post" and attends and not gated)
         self.attn = self._mixer(layer, rngs) if attends else None
         self.beside = recurrent_block(c, layer.recurrent, rngs) if (
             layer.beside and layer.recurrent and not isinstance(layer.recurrent, Pooling)) else None
         self.attn_out = norm(block in ("post", "sandwich") and attends, after)
         apart = layer.experts is not None and layer.experts.branch_norms
-        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)
+        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart and not gated)
         self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
             MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
         self.mlp_out = norm(block in ("post", "sandwich") and feeds, after)
@@ -53,8 +56,10 @@ class DecoderLayer(nnx.Module):
         several = c.streams if isinstance(c.streams, Streams) else None
         self.streams = None if several is None else StreamMixer(c, rngs)
         self.low_rank = None if several is None else LowRankPath(c, rngs, several.rank)
-        hyper = lambda: HyperConnection(c, rngs) if isinstance(c.streams, HyperConnections) else None
+        hyper = lambda: HyperConnection(c, rngs) if isinstance(c.streams, HyperConnections) else (
+            GatedConnection(c, rngs) if gated else None)
         self.attn_hc, self.mlp_hc = hyper(), hyper()
+        self.ngrams = None if layer.ngrams is None else NGramInput(c, layer.ngrams, rngs)
 
     def _mixer(self, layer: Layer, rngs: nnx.Rngs) -> Attention | LatentAttention | SharedKeyAttention | Block:
         """Returns the layer's attention, or the block in its place."""
@@ -78,10 +83,14 @@ class DecoderLayer(nnx.Module):
             more = self.inputs(self.streams.scaled(x), tables["inputs"][:, :, index])
             return x.at[:, :, 1:].add(more[:, :, None]), entry
         if self.attn_hc is not None and self.mlp_hc is not None:
+            of_ngrams = None
+            if self.ngrams is not None:
+                added, of_ngrams = self.ngrams(index, x, tables, attend)
+                x = x + added
             active, after = self.attn_hc(x)
             branch, entry = self._attention(index, optional(self.attn_in, active), tables, attend, True)
             active, onward = self.mlp_hc(after(branch))
-            return onward(self._fed(active, tables)), entry
+            return onward(self._fed(active, tables)), entry if self.ngrams is None else (entry, of_ngrams)
         x, entry = self._block(index, x, tables, attend, keep)
         return self._finished(index, x, tables, keep[:, 1] if isinstance(keep, Array) else keep[1]), entry
 

@@ -14,7 +14,8 @@ from decodax.common.arguments import check_counts
 from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
-from decodax.models.rope import Rope
+from decodax.models.residual.options import NGrams
+from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
 
@@ -59,6 +60,24 @@ class BlockIndex:
         check_counts(self, "heads", "width", "size", "top")
         if not 0 <= self.local <= self.top:
             raise ValueError(f"local: got {self.local}, takes 0 to the number of blocks, {self.top}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupIndex:
+    """The choice of groups of tokens by pooled index keys (Qwen4). See `decodax.models.blocks.group_index`.
+
+    Attributes:
+        heads: number of index queries of a token.
+        width: number of channels of an index query and of an index key.
+        top: number of groups that a query attends to.
+    """
+
+    heads: int
+    width: int
+    top: int
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "width", "top")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +139,10 @@ class Layer:
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
             cache stores nothing; None: both. Some layers of a decoder with halves have a recurrent block.
         beside: True computes attention beside the recurrent block, from the same input, and adds their outputs.
-        index: the choice of the blocks of text that a query attends to; None: all of them.
+        index: the choice of the blocks of text that a query attends to, or of groups of tokens, which takes a `Pooling`
+            as `recurrent`, and `beside`; None: all of them.
+        ngrams: embeddings of n-grams that are added to the residual streams before the layer, which has a recurrent
+            block in place of attention; None: none.
     """
 
     rope: Rope | None = None
@@ -147,15 +169,23 @@ class Layer:
     block: Literal["pre", "post"] | None = None
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False
-    index: BlockIndex | None = None
+    index: BlockIndex | GroupIndex | None = None
+    ngrams: NGrams | None = None
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None
         pool = self.recurrent if isinstance(self.recurrent, Pooling) else None
         pools, grouped = pool is not None, chosen and pool is not None and self.beside and self.reads is None
-        if pools and self.shared_key is None and not grouped:
-            raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, or latents of its own "
-                             "with an indexer")
+        index = self.index if isinstance(self.index, GroupIndex) else None
+        if pools and self.shared_key is None and not grouped and index is None:
+            raise ValueError("recurrent: got a Pooling, takes beside with it and a shared_key, latents of its own with "
+                             "an indexer, or a GroupIndex")
+        if index is not None and (pool != Pooling(pool.every if pool else 1, index.width, scored=False) or (
+                not self.beside)):
+            raise ValueError(f"index: got {index} with {self.recurrent}, takes beside with it a Pooling that is not "
+                             "scored and as wide as the index keys")
+        if self.ngrams is not None and (self.recurrent is None or self.beside):
+            raise ValueError("ngrams: takes a layer with a recurrent block in place of attention")
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
@@ -175,7 +205,7 @@ class Layer:
             raise ValueError("shared_key: takes a rope without chunks, a sliding window and sinks, a Pooling beside or "
                              "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
-                self, recurrent=None, experts=None, block=None, half=None) != Layer():
+                self, recurrent=None, experts=None, block=None, half=None, ngrams=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
@@ -192,11 +222,14 @@ class Layer:
         if self.linear is not None and (self.sinks or self.output_gate):
             name = "sinks" if self.sinks else "output_gate"
             raise ValueError(f"{name}: cannot be combined with linear attention")
+        grouped = index is not None
         if self.index is not None and ((self.rope is not None and (
                 self.rope.chunks is not None or self.rope.width > self.index.width)) or dataclasses.replace(
-                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None) != Layer()):
+                self, index=None, rope=None, scale=None, experts=None, qk_norm=True, mlp=None,
+                output_gate=None if grouped else self.output_gate, recurrent=None if grouped else self.recurrent,
+                beside=self.beside and not grouped) != Layer()):
             raise ValueError("index: takes a rope without chunks that is at most as wide as the index keys, or none, "
-                             "and of the other options scale, experts, qk_norm and mlp")
+                             "and of the other options scale, experts, qk_norm and mlp, with groups output_gate")
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
@@ -206,6 +239,14 @@ class Layer:
         """The kind of the recurrent block; None without one. Pooled keys go with a gated delta rule in other layers."""
         kind = None if self.recurrent is None else type(self.recurrent)
         return GatedDelta if kind is Pooling else kind
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of the layer's entries in a cache: 0 for keys and values, or a state of linear attention, 1 for
+        what a recurrent block or pooled keys need, 2 for embeddings of n-grams."""
+        recurs = self.recurrent is not None
+        return (*((0,) if not recurs or self.beside else ()), *((1,) if recurs else ()),
+                *((2,) if self.ngrams is not None else ()))
 
     @property
     def reading(self) -> bool:
@@ -223,3 +264,10 @@ class Layer:
             return self.latent is other.latent
         one, two = ((x.rank, x.indexer and x.indexer.width) for x in (self.latent, other.latent))
         return one == two
+
+
+def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
+    """Returns the layers in which rotary positions restart in each chunk, as `chunks` says (dual chunk attention);
+    None: positions count from the start of the text. Layers without a rotary embedding do not change."""
+    return tuple(layer if layer.rope is None else
+                 dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)

@@ -56,15 +56,19 @@ class Pooling:
         width: number of channels `d` of a pooled key.
         overlap: True: the mean also has a second projection of the tokens of the group before, so groups overlap.
         index: the choice of the pooled keys that a query attends to; None: all.
+        scored: False: all tokens of a group weigh the same, and there are no projections for weights.
     """
 
     every: int
     width: int
     overlap: bool = False
     index: PoolIndex | None = None
+    scored: bool = True
 
     def __post_init__(self) -> None:
         check_counts(self, "every", "width")
+        if not self.scored and (self.overlap or self.index is not None):
+            raise ValueError("scored: got False with overlap or an index, takes neither")
 
     @property
     def conv(self) -> int:
@@ -83,8 +87,9 @@ class Pooling:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Number of channels of each of a token's projections: for each of `widths` the values and their scores."""
-        return tuple(width * self.conv // self.every for width in self.widths for _ in range(2))
+        """Number of channels of each of a token's projections: for each of `widths` the values, and their scores if
+        there are any."""
+        return tuple(width * self.conv // self.every for width in self.widths for _ in range(1 + self.scored))
 
     @property
     def rings(self) -> tuple[tuple[int], ...]:

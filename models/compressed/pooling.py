@@ -4,9 +4,9 @@ A token has for each channel a value `c` and a score `z`. The group of the posit
 
     sum over its tokens t of softmax_t(z_t + b_t) c_t
 
-separately for each channel, where `b` is learned for each place in a group. With `overlap` tokens have two values and
-two scores, one for their own group and one for the next: the mean is over the `2 m` tokens of a group and of the one
-before it.
+separately for each channel, where `b` is learned for each place in a group; in Qwen4 it is the plain mean. With
+`overlap` tokens have two values and two scores, one for their own group and one for the next: the mean is over the
+`2 m` tokens of a group and of the one before it.
 
 A group's key is a function of the tokens on the path to its last one. So it is made when that token is a node, from the
 node's ancestors in the window and the last tokens of the text, and is stored as a part of that node's entry: other
@@ -106,6 +106,8 @@ def pooled(rule: Pooling, x: Array, known: Array, bias: Array) -> Array:
         known: `bool[..., conv]`, True for tokens of the text; False for positions before it.
         bias: see `PoolWalk`.
     """
+    if not rule.scored:
+        return x.astype(jnp.float32).mean(-2).astype(x.dtype)
     m, parts = rule.every, jnp.split(x, list(itertools.accumulate(rule.inputs))[:-1], -1)
     biases = jnp.split(bias.astype(jnp.float32), list(itertools.accumulate(rule.inputs[1::2]))[:-1], -1)
 

@@ -31,6 +31,7 @@ from decodax.models.families import (
     mixtures,
     muse,
     qwen,
+    qwen4,
     state_spaces,
 )
 from decodax.models.families.flags import refuse_unread
@@ -114,7 +115,7 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
     **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **glm.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES,
     **granite.FAMILIES, **hybrids.FAMILIES, **laguna.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES,
     **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
-    **state_spaces.FAMILIES,
+    **qwen4.FAMILIES, **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 
@@ -124,7 +125,8 @@ WITH_IMAGES = {"diffusion_gemma": "diffusion_gemma_text", "gemma3": "gemma3_text
                "llama4": "llama4_text", "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral",
                "mistral_large4": "mistral_large4_text", "muse_glimmer": "muse_glimmer_text", "phi4_multimodal": "phi3",
                "phi4mm": "phi3", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3",
-               "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+               "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+               "qwen4_exp": "qwen4_exp_text"}
 """Multimodal families, and the family of their language model if text_config does not name one."""
 
 TEXT_PARTS = {"minimax_m3": "minimax_m3_vl_text", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",

@@ -27,8 +27,9 @@ PARTS: dict[str, tuple[re.Pattern[str], Callable[[Layer], bool]]] = {
     "latents": (re.compile("kv_lora_rank"), lambda layer: layer.latent is not None),
     "states": (re.compile("mamba|ssm_|linear_|lru_|conv_|kda_"),
                lambda layer: layer.recurrent is not None and not isinstance(layer.recurrent, Pooling)),
-    "an index": (re.compile("index_"), lambda layer: layer.index is not None or layer.shared_key is not None or (
-        layer.latent is not None and layer.latent.indexer is not None)),
+    "an index": (re.compile("index_|indexer_"),
+                 lambda layer: layer.index is not None or layer.shared_key is not None or (
+                     layer.latent is not None and layer.latent.indexer is not None)),
 }
 """Entries that ask for a part of layers, and whether a layer has it. A part that is not asked for, or is missing,
 counts as much as four entries."""

@@ -28,7 +28,7 @@ from decodax.models.formats.scaled import Float8, Floats, Int4, Int8, Scaled
 from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
-from decodax.models.weight_source import kernel_of, nested
+from decodax.models.weight_source import is_table, kernel_of, nested
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
            "ModelFormat", "Mxfp4", "Nvfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",
@@ -141,6 +141,6 @@ def unpacked(params: Any, dtype: Any = "float32") -> Any:
     def one(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Packed):
             return leaf
-        return leaf.values(dtype) if path == "embed" else jnp.swapaxes(leaf.values(dtype), -1, -2)
+        return leaf.values(dtype) if is_table(path) else jnp.swapaxes(leaf.values(dtype), -1, -2)
 
     return nested({path: one(path, leaf) for path, leaf in flatten(params).items()})

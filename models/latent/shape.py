@@ -49,7 +49,7 @@ class Indexer:
         Raises:
             ValueError: they do not go with those of the indexer.
         """
-        if self.shared or rule.overlap or rule.index or rule.width != self.width or self.top % rule.every:
+        if self.shared or rule != Pooling(rule.every, self.width) or self.top % rule.every:
             raise ValueError(f"indexer: got {self} with {rule}, takes one that is not shared, as wide as the pooled "
                              "keys, a top that is a multiple of the number of tokens of a group, no overlap, no index")
 

@@ -68,7 +68,7 @@ class DeltaBlock(nnx.Module):
         into = jnp.concatenate([self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)], -1)
         walk = LinearWalk(self.rule, (into,), lambda before: Terms(*self._convolved(before), decay, rate))
         y, entry = attend(index, None, None, None, walk=walk)
-        gate = jax.nn.sigmoid if self.rule.by_channel else jax.nn.silu
+        gate = jax.nn.sigmoid if self.rule.gate == "sigmoid" else jax.nn.silu
         y = self.y_norm(y).astype(x.dtype) * gate(self.in_z(low_z).reshape(y.shape).astype(jnp.float32))
         return self.out(y.astype(x.dtype).reshape(*x.shape[:2], -1)), entry
 

@@ -28,6 +28,21 @@ QWEN3_5: dict[str, Any] = {
     "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
     "further": ("mtp.",)}
 
+INDEX = ("attn.index.q", "attn.index.k")
+GATES_OF_STREAMS = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up"}
+QWEN4: dict[str, Any] = {
+    **QWEN3_5,
+    "layer": {**QWEN3_5["layer"], **dict.fromkeys(INDEX, "self_attn.indexer.index_qk_proj"),
+              **{f"attn.index.{x}_norm": f"self_attn.indexer.{x}_layernorm" for x in "qk"},
+              **{f"{half}_hc.{ours}": f"{half}_hyper_connection.{theirs}" for half in ("attn", "mlp")
+                 for ours, theirs in (*GATES_OF_STREAMS.items(), ("inject", "block_inject_weight"))},
+              **{f"ngrams.{x}": f"ple.{x}_proj" for x in ("key", "value")},
+              **{f"ngrams.{x}_norm": f"ple.norm_{x}" for x in ("key", "query", "conv")}},
+    "extra": {**EXTRA, "ngrams.table": "ple.ple_embedding.ngram_embedding.weight",
+              "ngrams.conv_taps": "ple.conv1d.weight"}, "fused": (*QWEN3_5["fused"], INDEX),
+    "outside": {f"streams.{ours}.{'scale' if ours == 'norm' else 'kernel'}": f"hyper_connection_mixer.{theirs}.weight"
+                for ours, theirs in GATES_OF_STREAMS.items()}}
+
 RECURRENT_GEMMA: dict[str, Any] = {
     "layer": {"attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
               **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
@@ -144,7 +159,7 @@ NAMES: dict[str, dict[str, Any]] = {
                   **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},
         "extra": EXTRA, "fused": (GATED, (*INTO, "attn.in_z"), RATES, TAPS), "further": ("mtp.",), "stacked": STACKED,
         "repeated": {GATED: "heads", (*INTO, "attn.in_z"): "key_heads", RATES: "key_heads"}},
-    "qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5,
+    "qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5, "qwen4_exp_text": QWEN4,
     "olmo_hybrid": {
         "layer": {**MLP, **ATTENTION, "attn_in": "attention_layer_norm", "mlp_in": "feedforward_layer_norm",
                   "attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm",

@@ -42,10 +42,11 @@ class GatedDelta:
         rate: upper bound of the rate at which a value replaces the one stored for its key. Above 1, up to 2, the state
             may change its sign ("negative eigenvalues").
         eps: added to the variance in the norm of the outputs.
-        by_channel: True is Kimi Delta Attention: each channel of a key has a decay of its own, and the output gate is
-            a sigmoid. False: each head has one decay.
+        by_channel: True is Kimi Delta Attention: each channel of a key has a decay of its own. False: each head has one
+            decay.
         rank: decays and output gate come from two matrices each, with this number of channels between them, and
             `by_channel` is True; 0: from one matrix each.
+        gate: activation of the output gate; None: "silu", with `by_channel` "sigmoid".
         floor: lower bound, below 0, of a decay's logarithm, which is this times a sigmoid; 0: none.
         chunk: number of prompt nodes that are computed at a time; None: 64, with `by_channel` 16.
     """
@@ -61,13 +62,18 @@ class GatedDelta:
     chunk: int | None = None
     by_channel: bool = False
     floor: float = 0.0
+    gate: Literal["silu", "sigmoid"] | None = None
 
     def __post_init__(self) -> None:
         if self.rank:
             object.__setattr__(self, "by_channel", True)
+        if self.gate is None:
+            object.__setattr__(self, "gate", "sigmoid" if self.by_channel else "silu")
         if self.chunk is None:
             # Products with a decay of each channel take memory for each pair of nodes and channel.
             object.__setattr__(self, "chunk", 16 if self.by_channel else 64)
+        if self.gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate: got {self.gate!r}, takes 'silu' or 'sigmoid'")
         if self.floor > 0:
             raise ValueError(f"floor: got {self.floor}, takes a number below 0, or 0")
         if self.rank < 0:

@@ -35,7 +35,7 @@ def grouped(cached: CachedKeys, every: int, first: int, width: int) -> CachedKey
     else:
         last = jnp.arange(count, dtype=jnp.int32) * m + m - 1
         pages = jnp.maximum(table, 0)[:, last // page]
-        view, start = cached.cache[pages, :, last % page, first:].swapaxes(1, 2), 0
+        view, start = cached.cache[pages, :1, last % page, first:].swapaxes(1, 2), 0
     if held is not None:
         held = held[:, :, m - 1:count * m:m]
         held = jnp.where(held >= 0, held // m, -1)
@@ -53,7 +53,7 @@ class TopGroups(KeyChoice):
 
     Attributes:
         index: chooses among the pooled keys.
-        first: index of the first entry of a key that belongs to the pooled one.
+        first: index of the first entry of a key that belongs to the pooled one, which is the same for all heads.
         every: number of tokens of a group.
     """
 
@@ -64,7 +64,9 @@ class TopGroups(KeyChoice):
     def choose(self, k: Array, mask: Array, positions: Array, where: Array, cached: CachedKeys | None) -> ChosenKeys:
         m, width = self.every, self.index.queries.shape[-1]
         groups = None if cached is None else grouped(cached, m, self.first, width)
-        near, far = self.index.best(k[..., self.first:self.first + width], mask & ends(where, m)[:, None], groups)
+        # All heads of a token have the same pooled key.
+        own = k[:, :1, :, self.first:self.first + width]
+        near, far = self.index.best(own, mask & ends(where, m)[:, None], groups)
         group, begun = where // m, ((positions + 1) // m)[:, :, None]
 
         def of(numbers: Array) -> Array:
@@ -73,10 +75,10 @@ class TopGroups(KeyChoice):
             same = (group[:, :, None] == numbers[:, None]).astype(jnp.float32)
             return (jnp.einsum("bwe,bec->bwc", near.astype(jnp.float32), same) > 0) | (numbers[:, None] == begun)
 
-        own = (mask & of(group))[:, None]
+        kept = (mask & of(group))[:, None]
         if cached is None:
-            return ChosenKeys(own)
+            return ChosenKeys(kept)
         # A group that ends in the window may begin in the cache.
         chosen = of(jnp.arange(far.shape[-1] + 1)[None]) | jnp.pad(far, ((0, 0), (0, 0), (0, 1)))
         wanted = jnp.repeat(chosen.any((0, 1)), m)[:cached.slots]
-        return ChosenKeys(own, added_by(chosen, m), wanted)
+        return ChosenKeys(kept, added_by(chosen, m), wanted)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.models.families.released import released
+from tests.models.families.tiny_qwen4 import QWEN4_CASES
 from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING
 
 if TYPE_CHECKING:
@@ -261,6 +262,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "qwen3.5": ("qwen3_5_text", {**DELTA, "head_dim": 16}, None),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **SHARED, "head_dim": 16, "num_hidden_layers": 2,
                                          "layer_types": DELTA["layer_types"][:2]}, None),
+    **QWEN4_CASES,
     "olmo-hybrid": ("olmo_hybrid", DELTA, None),
     "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
                                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}, None),
@@ -328,7 +330,8 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
          "laguna-channels", "lfm2-bias", "lfm2-moe", "lfm3-plain", "muse-glimmer-ropes", "nemotron-h-dense",
          "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first",
-         "jamba-dense", "mistral-large4-plain", "ling3-plain", "glm5-next-plain"}
+         "jamba-dense", "mistral-large4-plain", "ling3-plain", "glm5-next-plain",
+         "qwen4-plain"}
 """Cases that differ little from another one."""
 
 

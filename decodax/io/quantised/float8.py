@@ -20,6 +20,7 @@ from decodax.io.quantised.scheme import SCALES, Scheme, StoredLinear, byte_linea
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed
+from decodax.models.weight_source import WeightSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,24 @@ class ExpertLinear(StoredLinear):
     def _own(self, name: str) -> np.ndarray:
         found = self.file.rows(name, np.arange(self.expert, self.expert + 1))[0]
         return found.T if self.turned else found
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedTable(StoredLinear):
+    """A table of embeddings in several tensors that are joined, with one scale.
+
+    Attributes:
+        rows: number of rows of each tensor but the last.
+    """
+
+    rows: int
+
+    def read(self, which: np.ndarray, zeroed: bool, ordered: bool) -> Packed:
+        *shards, scale = self.tensors
+        found = [self.file.rows(name, own - i * self.rows) for i, name in enumerate(shards)
+                 if len(own := which[which // self.rows == i])]
+        scales = np.broadcast_to(self.file.whole(scale).astype(np.float32).reshape(1, 1), (len(which), 1))
+        return Scaled(codes=np.concatenate(found), scales=np.ascontiguousarray(scales))     # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +111,17 @@ class Float8Weights(Scheme):
             for rows, columns in ((outputs, inputs), (1, inputs), *self.blocks)}
         file.require(scale, tuple(blocks), SCALES)
         return ExpertLinear(file, name, outputs, inputs, (name, scale), expert, blocks[file.shape(scale)], turned)
+
+    def table(self, file: TensorReader, source: WeightSource) -> StoredLinear | None:
+        shapes = source.shapes
+        if not all(name in file and file.dtype(name) == "F8_E4M3" for name in shapes):
+            return None
+        for name, shape in shapes.items():
+            file.require(name, (shape,), ("F8_E4M3",))
+        stem = source.tensors[0].removesuffix(".weight")
+        stem = stem.rpartition(".shard_")[0] if source.joined else stem
+        scale = file.require(f"{stem}.weight_scale", ((), (1,), (1, 1)), SCALES)
+        return ShardedTable(file, stem, *source.full, (*shapes, scale), source.joined or source.full[0])
 
     def unused(self, stem: str) -> tuple[str, ...]:
         return tuple(f"{stem}.{tail}" for tail in ("activation_scale", "input_scale", "input_scale_ub"))

@@ -21,6 +21,7 @@ from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats.published import ZeroPoints
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed
+from decodax.models.weight_source import WeightSource
 
 SCALES = ("F32", "F16", "BF16")
 """Dtypes of scales."""
@@ -96,6 +97,15 @@ class Scheme(abc.ABC):
             expert: index of the expert.
             sizes: number of experts, outputs and inputs.
             turned: True if the tensor is `[E, K, N]`, False if it is `[E, N, K]`.
+
+        Raises:
+            CheckpointError: it is quantised, but a tensor is missing or does not fit.
+        """
+        return None
+
+    def table(self, file: TensorReader, source: WeightSource) -> StoredLinear | None:
+        """Returns the table of embeddings of n-grams that the tensors of `source` hold together, or None if it is not
+        quantised.
 
         Raises:
             CheckpointError: it is quantised, but a tensor is missing or does not fit.

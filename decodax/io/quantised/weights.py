@@ -27,7 +27,7 @@ from decodax.models.formats.published import InputsPermuted
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten, stored_dtype
 from decodax.models.packed import Packed
-from decodax.models.weight_source import Columns, WeightSource
+from decodax.models.weight_source import Columns, WeightSource, is_table
 
 CHUNK = 1 << 20
 """Number of weights that are unpacked at a time."""
@@ -86,6 +86,8 @@ def _candidates(file: TensorReader, scheme: Scheme, path: str, source: WeightSou
                 ) -> tuple[list[str], list[StoredLinear | None], Columns | None]:
     """Returns the names of the layers that may be a weight, the layers, each None if it is not quantised, and the
     columns of them that make up the weight."""
+    if path.endswith(".ngrams.table"):
+        return [source.tensors[0]], [scheme.table(file, source)], None
     sizes = (source.full if path == "embed" else source.turned(source.full)[::-1])[:2]
     name = source.tensors[0]
     if source.leading:
@@ -115,10 +117,10 @@ def load_weights(files: Files, plan: QuantisedLayers, where: Mapping[str, Weight
         dtype: dtype of arrays.
         places: the sharding of each weight by path.
     """
-    chosen, made, wide = {*kernels(shapes), "embed"}, {}, list[str]()
+    chosen, made, wide = {*kernels(shapes), *filter(is_table, where)}, {}, list[str]()
     with TensorReader(files) as file, ArrayReader(files) as arrays:
         for path, leaf in flatten(shapes).items():
-            source, table, place = where[path], path == "embed", places[path]
+            source, table, place = where[path], is_table(path), places[path]
             bounds = tuple((0, n) for n in leaf.shape)
             layers = [dataclasses.replace(layer, file=file) for layer in plan.layers.pop(path, ())]
             if layers and path in chosen:
