@@ -10,9 +10,9 @@ from decodax.common.arguments import check_counts
 from decodax.common.struct import short
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
-from decodax.models.blocks.options import Layer
+from decodax.models.blocks.options import Layer, unjoined
 from decodax.models.residual.options import HyperConnections, LayerInputs, Streams
-from decodax.models.rope import Chunks, Rope
+from decodax.models.rope import Rope
 from decodax.models.routing import ClippedSwiGLU
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
@@ -183,6 +183,9 @@ class DecoderConfig:
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
             raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
+        if self.shortcuts and (self.block != "pre" or self.streams or self.layer_inputs or self.layer_scale
+                               or self.residual_scale != 1.0 or unjoined(self.layers)):
+            raise ValueError("shortcut: takes a next layer without one, pre blocks, and one residual stream as it is")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -237,9 +240,9 @@ class DecoderConfig:
                     layer.rope.width != 2 * self.rope_factors or layer.rope.chunks is not None):
                 raise ValueError(f"rope_factors: got {self.rope_factors}, takes half the width of every rope, "
                                  f"{layer.rope.width}, without chunks")
-            if layer.experts is not None and (self.mlp_bias or self.activation == "xielu"):
+            if layer.mixture is not None and (self.mlp_bias or self.activation == "xielu"):
                 raise ValueError("experts: takes an MLP without biases, and an activation without parameters")
-            if layer.experts is not None and not self.gated and (layer.experts.bias or layer.experts.glu is not None):
+            if (e := layer.mixture) is not None and not self.gated and (e.bias or e.glu is not None):
                 raise ValueError("experts: got a bias or a gated activation, takes a gated MLP for them")
 
     @property
@@ -335,14 +338,18 @@ class DecoderConfig:
 
     @property
     def stateful(self) -> tuple[int, ...]:
-        """Indices of the layers in `own` for which a cache stores a state, in place of keys and values or beside them.
-        """
+        """Indices of the layers in `own` for which a cache stores a state, in place of keys and values or beside."""
         return tuple(i for i in self.own if i in self.summing or i in self.recurrent)
 
     @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
         return any(layer.reading or layer.chosen_before for layer in self.layers)
+
+    @property
+    def shortcuts(self) -> bool:
+        """True if the mixtures of some layers are added after the next layer."""
+        return any(layer.shortcut is not None for layer in self.layers)
 
 
 def decoder_of(lm: Loaded, method: str) -> DecoderConfig:
@@ -363,13 +370,6 @@ def with_config(lm: Loaded, config: DecoderConfig, params: Any) -> Any:
     """Returns the loaded model with another configuration of its network, and its weights for it."""
     own: Any = lm
     return dataclasses.replace(own, model=dataclasses.replace(own.model, config=config), params=params)
-
-
-def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
-    """Returns the layers in which rotary positions restart in each chunk, as `chunks` says (dual chunk attention);
-    None: positions count from the start of the text. Layers without a rotary embedding do not change."""
-    return tuple(layer if layer.rope is None else
-                 dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

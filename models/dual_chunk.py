@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.loaded import Loaded
-from decodax.models.config import DecoderConfig, decoder_of, in_chunks, with_config
+from decodax.models.blocks.options import in_chunks
+from decodax.models.config import DecoderConfig, decoder_of, with_config
 from decodax.models.rope import Chunks, Rope
 from decodax.pallas_kernels.window_attention import Added, FixedBias
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 from decodax.models.config import DecoderConfig
+from decodax.models.blocks.zero_experts import unchanged
 from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm
 from decodax.models.routing import Experts, route
@@ -75,8 +76,8 @@ class Mixture(nnx.Module):
 
     def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
         self.e, self.activation = e, c.activation
-        self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
-        self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
+        self.router = Linear(rngs, (c.width, e.outputs), ("embed", None), e.bias)
+        self.correction = nnx.Param(jnp.zeros(e.outputs), axes=(None,)) if e.correction else None
         self.hashed = nnx.Param(jax.random.randint(rngs.params(), (e.hashed, e.chosen), 0, e.count).astype(jnp.float32),
                                 axes=("vocab", None)) if e.hashed else None
         wide, narrow, width = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None), e.latent or c.width
@@ -115,7 +116,9 @@ class Mixture(nnx.Module):
                   else (self.gate.bias[...], self.up.bias[...], self.down.bias[...]))
         narrow = normed(self.experts_in, flat) if self.latent_in is None else self.latent_in(flat)
         out = mix(narrow, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases,
-                  self.e.where == "input", self.e.glu)
+                  self.e.where == "input", self.e.glu, self.e.zero > 0)
+        if self.e.zero:
+            out = out + unchanged(flat, which, weights, self.e.count)
         out = normed(self.experts_out, out if self.latent_out is None else self.latent_out(out))
         if self.shared is not None:
             beside = normed(self.shared_out, self.shared(normed(self.shared_in, flat)))

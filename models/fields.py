@@ -68,7 +68,7 @@ PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
 
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
-          "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act "
+          "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act attention_method zero_expert_type "
           "hybrid_override_pattern",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
           "use_double_wide_mlp altup_correct_scale use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm "
@@ -85,7 +85,7 @@ _KEYS: dict[Kind, str] = {
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
           "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize "
-          "index_kpool_always_select_tail safe_gate",
+          "index_kpool_always_select_tail safe_gate mla_scale_q_lora mla_scale_kv_lora router_bias",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config main compress "
             "compress_rates",
@@ -111,7 +111,7 @@ _KEYS: dict[Kind, str] = {
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim encoder_attention_heads "
-           "decoder_attention_heads num_mel_bins top_k_experts num_global_key_value_heads global_head_dim "
+           "decoder_attention_heads num_mel_bins qk_head_dim top_k_experts num_global_key_value_heads global_head_dim "
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
            "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
@@ -120,7 +120,7 @@ _KEYS: dict[Kind, str] = {
            "mamba_d_ssm moe_latent_size o_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
-             "dense_intermediate_size expert_intermediate_size "
+             "dense_intermediate_size expert_intermediate_size expert_ffn_hidden_size "
              "relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
              "decoder_vocab_size vocab_size_per_layer_input block_ff_dim shared_intermediate_size "
              "moe_shared_expert_intermediate_size",
@@ -134,7 +134,7 @@ _KEYS: dict[Kind, str] = {
            "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
            "moe_layer_num_skipped index_topk_freq index_skip_topk_offset "
            "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx index_local_blocks sparse_local_block "
-           "sparse_init_block num_hash_layers",
+           "sparse_init_block num_hash_layers zero_expert_num",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers sparse_attention_freq sparse_disable_index_value",

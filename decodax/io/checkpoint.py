@@ -45,7 +45,7 @@ from decodax.models.names import (
     layers_in,
     sources,
     stored_dtype,
-    unused_keys,
+    unused_tensors,
 )
 from decodax.models.recurrent.mamba import Mamba, read_mamba
 from decodax.models.recurrent.mamba import sources as mamba_sources
@@ -133,7 +133,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
-    heads = ({head} if decoder.tied else set()) | unused_keys(family, decoder, files.home)
+    heads = ({head} if decoder.tied else set()) | unused_tensors(family, decoder, files.home)
     check_tensors({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)

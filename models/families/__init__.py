@@ -26,6 +26,7 @@ from decodax.models.families import (
     lfm,
     llada,
     llama,
+    longcat,
     mimo,
     minimax,
     mixtures,
@@ -113,7 +114,7 @@ def text_part(c: Json) -> Json:
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
     **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **glm.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES,
     **granite.FAMILIES, **hybrids.FAMILIES, **laguna.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES,
-    **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
+    **longcat.FAMILIES, **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
     **state_spaces.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""

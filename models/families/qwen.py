@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from decodax.models.blocks.options import Layer
-from decodax.models.config import DecoderConfig, in_chunks
+from decodax.models.blocks.options import Layer, in_chunks
+from decodax.models.config import DecoderConfig
 from decodax.models.reading import Json, head_width, read_experts, read_layers, read_shape, with_experts
 from decodax.models.rope import Chunks
 
