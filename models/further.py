@@ -91,10 +91,18 @@ NEMOTRON = FurtherLayers("mtp.layers.{even}.", False, {
     second="mtp.layers.{odd}.")
 """Nemotron 3, as in vLLM's `nemotron_h_mtp`: attention and a mixture of experts, each with a number of its own."""
 
+LONGCAT = FurtherLayers("{stem}mtp.layers.{index}.", False, {
+    "embed_norm.scale": "{layer}enorm.m.weight", "state_norm.scale": "{layer}hnorm.m.weight",
+    "fc.kernel": "{layer}eh_proj.weight", "norm.scale": "{stem}mtp.norm.weight",
+    "embed": "{stem}mtp.embed_tokens.weight"}, renamed={
+    "mlps.0.": "transformer_layer.mlp.", **{f"{part}.0.": f"{part}." for part in (
+        "self_attn", "input_layernorm", "post_attention_layernorm")}})
+"""LongCat-Flash: one block of attention and a dense MLP. As in vLLM's `longcat_flash_mtp`."""
+
 FURTHER = {**dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"), DEEPSEEK),
            **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN), "mimo": MIMO,
            **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE), "mimo_v2_flash": MIMO_V2, "hy_v3": HY3,
-           "nemotron_h": NEMOTRON}
+           "nemotron_h": NEMOTRON, "longcat_flash": LONGCAT}
 """By `model_type`. Of other families further layers are not read."""
 
 SPECULATORS = FurtherLayers("mtp_layers.{index}.", False, {
