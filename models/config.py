@@ -195,7 +195,7 @@ class DecoderConfig:
                             or self.value_heads is not None):
             raise ValueError("latent: takes all layers with attention, and no soft cap, qk_norm, value_norm or "
                              "value_heads")
-        if self.glu is not None and not self.gated:
+        if (self.glu or any(layer.glu for layer in self.layers)) and not self.gated:
             raise ValueError("glu: got a gated activation, takes a gated MLP for it")
         for index in {layer.index for layer in self.layers if layer.index is not None}:
             if self.heads % index.heads or (index.heads % self.kv_heads and self.kv_heads % index.heads):

@@ -189,7 +189,7 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
                     r"|patch_merge_mlp|embed_vision|vision_embedder|vit|vision_adapter|vision_projection|audio_tower"
-                    r"|embed_audio|embed_tokens_extend)\."
+                    r"|embed_audio|embed_tokens_extend|vit_large_projector)\."
                     r"|^(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of

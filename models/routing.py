@@ -9,7 +9,7 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Mixtral, Qwen 3 MoE, Granite MoE | softmax | no | no | divided by their sum |
 | Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
 | ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
-| MiniMax M2 and M3, Hy3, LFM2, Laguna | sigmoid | yes | no | divided by their sum, scaled |
+| MiniMax M2 and M3, Hy3, LFM2, Laguna, Step 3.5 and 3.7 | sigmoid | yes | no | divided by their sum, scaled |
 | GLM-4.5, DeepSeek V3, Hy4 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
@@ -36,21 +36,24 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
 @dataclasses.dataclass(frozen=True)
 class ClippedSwiGLU:
     """The gated activation of GPT-OSS, MiniMax M3, DeepSeek V4 and Hy4: `(up + shift) * gate * sigmoid(alpha * gate)`,
-    with both projections clipped.
+    with both projections clipped. That of Step 3.5 and 3.7 clips the gate after its activation.
 
     Attributes:
         alpha: factor of the gate inside the sigmoid.
         limit: the gate is at most this; the other projection is within `[-limit, limit]`.
         shift: added to the other projection.
+        after: True: `gate * sigmoid(alpha * gate)` is at most `limit`, in place of the gate.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
     shift: float = 1.0
+    after: bool = False
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + self.shift) * (gate * jax.nn.sigmoid(self.alpha * gate))
+        gate, up = gate if self.after else jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        gate = gate * jax.nn.sigmoid(self.alpha * gate)
+        return (up + self.shift) * (jnp.minimum(gate, self.limit) if self.after else gate)
 
 
 @dataclasses.dataclass(frozen=True)

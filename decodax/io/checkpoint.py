@@ -109,7 +109,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
                               f"under the names of model_type {family!r}; takes {', '.join(embeddings(family)[:2])} "
                               "and layers beside it, all with the same prefix or none")
     if stored < len(decoder.layers):
-        key = next((key for key in ("n_layer", "n_layers") if key in config), "num_hidden_layers")
+        key = next((key for key in ("n_layer", "n_layers", "num_layers") if key in config), "num_hidden_layers")
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
                               "layers")
     shapes = Transformer(decoder).abstract_params()

@@ -45,8 +45,8 @@ class DecoderLayer(nnx.Module):
         self.attn_out = norm(block in ("post", "sandwich") and attends, after)
         apart = layer.experts is not None and layer.experts.branch_norms
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart)
-        self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
-            MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
+        self.mlp = None if not feeds else Mixture(c, layer.experts, rngs, layer.glu) if layer.experts is not None else (
+            MLP(c, rngs, layer.mlp, sparsity=layer.sparsity, glu=layer.glu))
         self.shortcut = None if layer.shortcut is None else Mixture(c, layer.shortcut, rngs)
         self.mlp_out = norm(block in ("post", "sandwich") and feeds, after)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None

@@ -15,7 +15,7 @@ from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
 from decodax.models.rope import Chunks, Rope
-from decodax.models.routing import Experts
+from decodax.models.routing import ClippedSwiGLU, Experts
 from decodax.pallas_kernels.window_attention import FixedBias
 
 
@@ -106,6 +106,7 @@ class Layer:
             head; None: as in the decoder.
         keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
         mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
+        glu: the gated activation of this layer's MLP or shared expert; None: that of `DecoderConfig.glu`.
         sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
@@ -143,6 +144,7 @@ class Layer:
     head_dim: int | None = None
     keys_as_values: bool = False
     mlp: int | None = None
+    glu: ClippedSwiGLU | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
     shared_key: SharedKey | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.models.families.released import released
-from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING
+from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING, STEP_CASES, WHOLE
 
 if TYPE_CHECKING:
     import transformers
@@ -56,7 +56,7 @@ GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "log
 DSA = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 12,
        "index_topk": 6}
 LONGCAT = {**{key: value for key, value in MLA.items() if "expert" not in key}, "num_hidden_layers": 4, "head_dim": 8,
-           "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 20,
+           "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 24,
            "routed_scaling_factor": 1.7}
 HY4 = {**MLA, **{key: value for key, value in DSA.items() if key.startswith("index")}, "rms_norm_eps": 0.05,
        "hc_mult": 3, "hc_magnitude": 1.6, "hc_eps": 0.04, "swiglu_limit": 0.6}
@@ -238,7 +238,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                            "norm_topk_prob": False}, None),
     "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
     "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
-    **GLM5_NEXT_CASES,
+    **GLM5_NEXT_CASES, **STEP_CASES,
     "deepseek-v4": ("deepseek_v4", {**V4, **rope("yarn", factor=4.0, original_max_position_embeddings=16)}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "longcat-flash": ("longcat_flash", {**LONGCAT, "attention_bias": True, **YARN_MSCALE}, None),
@@ -346,7 +346,7 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     entries = {**COMMON, **options, **more}
     if kind in SEEING:     # transformers 5.24 has it inside a model that sees images alone
-        kind, entries = kind.removesuffix("_text"), {"text_config": entries, **copy.deepcopy(SEEING[kind])}
+        kind, entries = WHOLE.get(kind, kind.removesuffix("_text")), {"text_config": entries, **copy.deepcopy(SEEING[kind])}
     config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.

@@ -151,6 +151,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                           "num_key_value_heads": 4, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
                           "moe_intermediate_size": 1536, "hidden_act": "silu", "rms_norm_eps": 1e-5,
                           "rope_theta": 500_000.0, "max_position_embeddings": 131_072, "tie_word_embeddings": True},
+    "longcat-flash": {"model_type": "longcat_flash", "num_layers": 28},
     "mimo-v2-flash": {"model_type": "mimo_v2_flash", "vocab_size": 152_576, "hidden_size": 4096,
                       "intermediate_size": 16_384, "num_hidden_layers": 48, "num_attention_heads": 64,
                       "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "n_routed_experts": 256,

@@ -51,7 +51,7 @@ def test_experts_that_compute_nothing_have_no_tensors_in_released_files(home: Pa
     again, same = load_model(home)
     assert model == again
     jax.tree.map(np.testing.assert_array_equal, params, same)
-    assert params["layers"]["0"]["shortcut"]["gate"]["kernel"].shape == (6, 32, 20)
+    assert params["layers"]["0"]["shortcut"]["gate"]["kernel"].shape == (6, 32, 24)
     assert params["layers"]["2"]["shortcut"]["router"]["kernel"].shape == (32, 9) and "shortcut" not in params[
         "layers"]["1"]
     save_file({name: x for name, x in found.items() if "experts.5." not in name}, tmp_path / "model.safetensors")
@@ -80,7 +80,7 @@ def test_missing_entries_have_the_values_of_transformers() -> None:
     ({"qk_head_dim": 16}, "qk_head_dim: got 16, supported is 20"),
     ({"q_lora_rank": None}, "q_lora_rank: got None, takes the width of the latent of queries"),
     ({"num_layers": 3}, "num_hidden_layers: got 4, takes 6, two for each of num_layers = 3"),
-    ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts, 9"),
+    ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts .num_experts., 9"),
     ({"zero_expert_num": -1}, "zero_expert_num: got -1, takes a whole number from 0"),
     ({"mlp_bias": True}, "mlp_bias: got True, supported is False"),
 ])
