@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.models.config import DecoderConfig
 from decodax.models.blocks.zero_experts import unchanged
+from decodax.models.config import DecoderConfig
 from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm
 from decodax.models.routing import ClippedSwiGLU, Experts, route

@@ -68,8 +68,8 @@ PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
 
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
-          "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act attention_method zero_expert_type att_impl_type moe_router_activation "
-          "hybrid_override_pattern",
+          "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act "
+          "attention_method zero_expert_type att_impl_type moe_router_activation hybrid_override_pattern",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
           "use_double_wide_mlp altup_correct_scale use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm "
           "scale_attn_weights "
@@ -115,14 +115,15 @@ _KEYS: dict[Kind, str] = {
            "decoder_attention_heads num_mel_bins qk_head_dim top_k_experts num_global_key_value_heads global_head_dim "
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
-           "num_experts_per_token num_attention_groups moe_top_k num_sliding_attention_heads num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
+           "num_experts_per_token num_attention_groups moe_top_k num_sliding_attention_heads "
+           "num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
            "hc_mult hc_sinkhorn_iters o_groups index_kpool",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
            "mamba_d_ssm moe_latent_size o_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
-             "dense_intermediate_size expert_intermediate_size expert_ffn_hidden_size share_expert_dim share_expert_dims "
-             "relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
+             "dense_intermediate_size expert_intermediate_size expert_ffn_hidden_size "
+             "share_expert_dim share_expert_dims relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
              "decoder_vocab_size vocab_size_per_layer_input block_ff_dim shared_intermediate_size "
              "moe_shared_expert_intermediate_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "

@@ -127,8 +127,8 @@ class Experts:
         if self.zero < 0 or (self.zero and (self.groups > 1 or self.score == "sparsemixer" or self.where == "input"
                                             or self.bias or self.latent or self.hashed or self.expert_scale
                                             or self.branch_norms)):
-            raise ValueError(f"zero: got {self.zero}, takes 0 or more, and one group, weights of outputs, experts as wide "
-                             "as the model, and no sparsemixer, bias, hashed, expert_scale or branch_norms")
+            raise ValueError(f"zero: got {self.zero}, takes 0 or more, and one group, weights of outputs, experts as "
+                             "wide as the model, and no sparsemixer, bias, hashed, expert_scale or branch_norms")
         if self.count % self.groups or self.kept_groups > self.groups:
             raise ValueError(f"groups: got {self.groups} with kept_groups = {self.kept_groups}, takes a divisor of the "
                              f"number of experts, {self.count}, and at most as many kept")

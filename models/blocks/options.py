@@ -191,8 +191,8 @@ class Layer:
             raise ValueError("half: got 'mlp' with options of attention, takes none")
         if self.shortcut is not None and (self.experts is not None or self.half is not None or self.block is not None
                                           or self.shortcut.hashed):
-            raise ValueError("shortcut: takes a layer with attention and a dense MLP, no block, and experts that are not "
-                             "hashed")
+            raise ValueError("shortcut: takes a layer with attention and a dense MLP, no block, and experts that are "
+                             "not hashed")
         if self.half == "attention" and self.experts is not None:
             raise ValueError("half: got 'attention' with experts, takes none")
         if self.sliding is not None and self.sliding < 1:

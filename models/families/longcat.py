@@ -1,5 +1,5 @@
-"""LongCat-Flash (Meituan, 2025): layers of two attention blocks and two MLPs, with one mixture of experts that reads what
-the first MLP reads and is added after the second one (shortcut-connected), some of whose experts are the identity.
+"""LongCat-Flash (Meituan, 2025): layers of two attention blocks and two MLPs, with one mixture of experts that reads
+what the first MLP reads and is added after the second one (shortcut-connected). Some of its experts are the identity.
 
 Here each such layer is two layers of the decoder, the first of which has the mixture as its `shortcut`.
 """
@@ -40,8 +40,8 @@ def _longcat_flash(c: Json) -> DecoderConfig:
     found = latent_decoder({key: value for key, value in c.items() if key != "head_dim"}, interleaved=True)
     one, *_ = found.layers
     assert one.latent is not None
-    one = dataclasses.replace(one, latent=dataclasses.replace(
-        one.latent, factor=(found.width / one.latent.rank) ** 0.5, query_factor=(found.width / c["q_lora_rank"]) ** 0.5))
+    factor, query_factor = ((found.width / rank) ** 0.5 for rank in (one.latent.rank, c["q_lora_rank"]))
+    one = dataclasses.replace(one, latent=dataclasses.replace(one.latent, factor=factor, query_factor=query_factor))
     return dataclasses.replace(found, layers=(dataclasses.replace(one, shortcut=experts), one) * c["num_layers"])
 
 

@@ -102,8 +102,8 @@ def _heads(c: Json, kinds: list[str]) -> list[int | None]:
     for index, own in (c.get("per_layer_config") or {}).items():
         told = own.get("num_attention_heads") if isinstance(own, Mapping) and len(own) == 1 else None
         if not str(index).isdecimal() or int(index) >= len(kinds) or not isinstance(told, int) or told < 1:
-            raise ValueError(f"per_layer_config.{index}: got {own!r}, takes a number of num_attention_heads for a layer "
-                             f"below {len(kinds)}")
+            raise ValueError(f"per_layer_config.{index}: got {own!r}, takes a number of num_attention_heads for a "
+                             f"layer below {len(kinds)}")
         if near is not None and told != (near if kinds[int(index)] == KINDS[1] else c["num_attention_heads"]):
             raise ValueError(f"per_layer_config.{index}: got {told} heads with num_sliding_attention_heads = {near}, "
                              "takes as many as this says")

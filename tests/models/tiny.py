@@ -346,7 +346,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     entries = {**COMMON, **options, **more}
     if kind in SEEING:     # transformers 5.24 has it inside a model that sees images alone
-        kind, entries = WHOLE.get(kind, kind.removesuffix("_text")), {"text_config": entries, **copy.deepcopy(SEEING[kind])}
+        entries = {"text_config": entries, **copy.deepcopy(SEEING[kind])}
+        kind = WHOLE.get(kind, kind.removesuffix("_text"))
     config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.

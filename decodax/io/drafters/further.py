@@ -180,7 +180,8 @@ def kind_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool) -> Layer
         other = next(layer for layer in reversed(decoder.layers) if layer.half == "mlp" and (
             layer.experts is not None) == experts)
         return dataclasses.replace(last, half=None, experts=other.experts, mlp=other.mlp)
-    return dataclasses.replace(last, experts=last.experts if experts else None, glu=None if rule.unclipped else last.glu)
+    last = dataclasses.replace(last, glu=None) if rule.unclipped else last
+    return last if experts else dataclasses.replace(last, experts=None)
 
 
 def _loaded(files: Files, scheme: Scheme | None, where: dict[str, WeightSource], shapes: Any, spare: set[str],

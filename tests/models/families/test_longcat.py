@@ -109,7 +109,8 @@ def test_experts_that_compute_nothing_keep_the_weight_of_the_router() -> None:
 @pytest.mark.parametrize(("fields", "message"), [
     (dict(zero=-1), "zero: got -1, takes 0 or more"), (dict(zero=2, bias=True), "zero: got 2, .* no sparsemixer, bias"),
     (dict(zero=2, groups=2), "zero: got 2, takes 0 or more, and one group"),
-    (dict(zero=2, latent=4), "experts as wide as the model"), (dict(zero=1, chosen=6), "chosen: got 6, takes at most .*5")])
+    (dict(zero=2, latent=4), "experts as wide as the model"),
+    (dict(zero=1, chosen=6), "chosen: got 6, takes at most .*5")])
 def test_options_of_such_experts_are_checked(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Experts(**{"count": 4, "chosen": 2, "width": 3, **fields})
@@ -130,7 +131,7 @@ def test_a_shortcut_takes_a_next_layer() -> None:
 def test_methods_that_run_single_layers_refuse_shortcuts() -> None:
     model = Transformer(read_config(CONFIG))
     params = model.init_params(jax.random.key(0))
-    with pytest.raises(ValueError, match="layers: some add what the mixture of another computed, so they cannot run on"):
+    with pytest.raises(ValueError, match="layers: some add what the mixture of another computed, so they cannot run"):
         model.pieces(params)
     with pytest.raises(ValueError, match="some add what the mixture of another computed, so none can be left out"):
         model.features(params, jnp.ones((1, 4), jnp.int32), keep=[(True, True)] * 3 + [(False, False)])
@@ -140,6 +141,6 @@ def test_methods_that_run_single_layers_refuse_shortcuts() -> None:
 def test_packed_experts_give_nearly_the_tokens_scores(home: Path) -> None:
     plain, packed = dx.load(home), dx.load(home, weights="int8")
     texts = [[5, 6, 7, 8, 9, 10, 11], [3, 4, 5, 6]]
-    want, got = (np.concatenate([row for row in dx.score(lm, texts).logprobs]) for lm in (plain, packed))
+    want, got = (np.concatenate(dx.score(lm, texts).logprobs) for lm in (plain, packed))
     np.testing.assert_allclose(got, want, atol=0.2)
     assert not np.array_equal(got, want)
