@@ -123,7 +123,8 @@ _KEYS: dict[Kind, str] = {
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "dense_intermediate_size expert_intermediate_size expert_ffn_hidden_size "
-             "share_expert_dim share_expert_dims relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
+             "share_expert_dim share_expert_dims relative_attention_num_buckets "
+             "relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
              "decoder_vocab_size vocab_size_per_layer_input block_ff_dim shared_intermediate_size "
              "moe_shared_expert_intermediate_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
