@@ -10,7 +10,7 @@ from decodax.common.arguments import check_counts
 from decodax.common.struct import short
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
-from decodax.models.blocks.options import BlockIndex, Layer
+from decodax.models.blocks.options import BlockIndex, Layer, unjoined
 from decodax.models.residual.options import GatedConnections, HyperConnections, LayerInputs, Streams
 from decodax.models.rope import Rope
 from decodax.models.routing import ClippedSwiGLU
@@ -187,6 +187,9 @@ class DecoderConfig:
         if any(x.ngrams and (not isinstance(self.streams, GatedConnections) or (x.ngrams.vocab, x.ngrams.streams) != (
                 self.vocab, (self.streams.count, self.width))) for x in self.layers):
             raise ValueError("ngrams: takes GatedConnections, their number and width, and the vocab of the decoder")
+        if self.shortcuts and (self.block != "pre" or self.streams or self.layer_inputs or self.layer_scale
+                               or self.residual_scale != 1.0 or unjoined(self.layers)):
+            raise ValueError("shortcut: takes a next layer without one, pre blocks, and one residual stream as it is")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:
@@ -196,7 +199,7 @@ class DecoderConfig:
                             or self.value_heads is not None):
             raise ValueError("latent: takes all layers with attention, and no soft cap, qk_norm, value_norm or "
                              "value_heads")
-        if self.glu is not None and not self.gated:
+        if (self.glu or any(layer.glu for layer in self.layers)) and not self.gated:
             raise ValueError("glu: got a gated activation, takes a gated MLP for it")
         for index in {layer.index for layer in self.layers if layer.index is not None}:
             if isinstance(index, BlockIndex) and (self.heads % index.heads or (
@@ -242,9 +245,9 @@ class DecoderConfig:
                     layer.rope.width != 2 * self.rope_factors or layer.rope.chunks is not None):
                 raise ValueError(f"rope_factors: got {self.rope_factors}, takes half the width of every rope, "
                                  f"{layer.rope.width}, without chunks")
-            if layer.experts is not None and (self.mlp_bias or self.activation == "xielu"):
+            if layer.mixture is not None and (self.mlp_bias or self.activation == "xielu"):
                 raise ValueError("experts: takes an MLP without biases, and an activation without parameters")
-            if layer.experts is not None and not self.gated and (layer.experts.bias or layer.experts.glu is not None):
+            if (e := layer.mixture) is not None and not self.gated and (e.bias or e.glu is not None):
                 raise ValueError("experts: got a bias or a gated activation, takes a gated MLP for them")
 
     @property
@@ -342,14 +345,18 @@ class DecoderConfig:
 
     @property
     def stateful(self) -> tuple[int, ...]:
-        """Indices of the layers in `own` for which a cache stores a state, in place of keys and values or beside them.
-        """
+        """Indices of the layers in `own` for which a cache stores a state, in place of keys and values or beside."""
         return tuple(i for i in self.own if i in self.summing or i in self.recurrent)
 
     @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, the attention weights or the choice of tokens of others."""
         return any(layer.reading or layer.chosen_before for layer in self.layers)
+
+    @property
+    def shortcuts(self) -> bool:
+        """True if the mixtures of some layers are added after the next layer."""
+        return any(layer.shortcut is not None for layer in self.layers)
 
 
 def decoder_of(lm: Loaded, method: str) -> DecoderConfig:

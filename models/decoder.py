@@ -85,9 +85,10 @@ class Decoder(nnx.Module):
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
         echoes = None
-        if self.c.shared or self.streams is not None:
+        if self.c.shared or self.c.shortcuts or self.streams is not None:
             if keep is not None or begun is not None or transfer is not None:
-                why = ("they have several residual streams" if not self.c.shared else
+                why = ("some add what the mixture of another computed" if self.c.shortcuts else
+                       "they have several residual streams" if not self.c.shared else
                        "some read the keys and values of others" if any(
                            layer.reads is not None or layer.echoes is not None for layer in self.c.layers) else
                        "some take the choice of tokens of others")
@@ -103,6 +104,8 @@ class Decoder(nnx.Module):
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
+            if i and self.c.layers[i - 1].shortcut is not None:
+                x = x + tables.pop("shortcut")
             x = x if transfer is None else transfer(i, x)
             if i < len(added):
                 x = x + added[i].astype(x.dtype)

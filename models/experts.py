@@ -32,7 +32,7 @@ Glu = Callable[[Array, Array], Array]
 
 def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel, down: Kernel,
         activation: Callable[[Array], Array], biases: tuple[Array, Array, Array] | None = None,
-        on_input: bool = False, glu: Glu | None = None) -> Array:
+        on_input: bool = False, glu: Glu | None = None, more: bool = False) -> Array:
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
     Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`, or without a gate `activation(x @ up[e]) @
@@ -50,6 +50,7 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
         biases: those of the three projections, `f[E, I]`, `f[E, I]` and `f[E, D]`, or None.
         on_input: True multiplies the experts' inputs by the weights in place of their outputs.
         glu: function of `x @ gate[e]` and `x @ up[e]`, in place of `activation` and the product.
+        more: True if `which` may have numbers from `E` on, of experts that add nothing here and are not computed.
 
     Returns:
         `f[n, D]`, in the dtype of `x`.
@@ -63,9 +64,9 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
     apart = [k for k in kernels if isinstance(k, Array)
              or (isinstance(k, Packed) and free and (parts == 1 or k.divides(parts)))]
     if len(apart) == len(kernels):
-        out = _over_mesh(x, which, weights, apart, inner, glu, on_input)
+        out = _over_mesh(x, which, weights, apart, inner, glu, on_input, more)
     else:
-        out = _mixed(x, which, weights, gate, up, down, inner, glu, on_input)
+        out = _mixed(x, which, weights, gate, up, down, inner, glu, on_input, more)
     if biases is None:
         return out
     # Here, since each device of a mesh would add the last one to its part of the sum.
@@ -75,7 +76,7 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel,
 
 
 def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array | Packed], inner: tuple[Array, ...],
-               glu: Glu, on_input: bool) -> Array:
+               glu: Glu, on_input: bool, more: bool) -> Array:
     """Computes `mix` without the last biases, each device its part. `kernels` are gate, if there is one, up and down.
     """
     E, rows = kernels[0].shape[0], PartitionSpec(DATA)
@@ -90,7 +91,7 @@ def _over_mesh(x: Array, which: Array, weights: Array, kernels: list[Array | Pac
         if held < E:
             which = which - held * lax.axis_index(EXPERT)
         return _mixed(x, which, weights, gate[0] if gate else None, up, down, tuple(rest[len(arrays):]), glu, on_input,
-                      held < E)[None, None]
+                      more or held < E)[None, None]
 
     into = (rows, rows, rows, *itertools.chain(*layouts), *(PartitionSpec(EXPERT, MODEL) for _ in inner))
     out = shardwise(part, into, PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, *arrays, *inner, rows=(DATA,))
@@ -109,7 +110,7 @@ def _layout(kernel: Array | Packed, outputs: str | None, inputs: str | None) -> 
 def _mixed(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kernel, down: Kernel,
            inner: tuple[Array, ...], glu: Glu, on_input: bool, elsewhere: bool = False) -> Array:
     """Computes `mix` without the last biases on one device. With `elsewhere`, `which` may contain experts of other
-    devices."""
+    devices, or none of any device."""
     (n, k), E = which.shape, jax.tree.leaves(up)[0].shape[0]
     if elsewhere:
         here = (which >= 0) & (which < E)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from decodax.models.blocks.zero_experts import unchanged
 from decodax.models.config import DecoderConfig
 from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm
-from decodax.models.routing import Experts, route
+from decodax.models.routing import ClippedSwiGLU, Experts, route
 
 
 class XIELU(nnx.Module):
@@ -44,11 +45,13 @@ class MLP(nnx.Module):
         axis: name of the axis of the inner width.
         sparsity: the gate of a token is 0 below this quantile of a normal distribution with the mean and the standard
             deviation of its channels, which is subtracted from it above (Gemma 3n); 0: the gate as it is.
+        glu: the gated activation; None: that of `c`.
     """
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp",
-                 sparsity: float = 0.0):
+                 sparsity: float = 0.0, glu: ClippedSwiGLU | None = None):
         self.c, self.activation, self.sparsity, width = c, c.activation, sparsity, width or c.mlp
+        self.glu = glu or c.glu
         into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
         self.gate = into() if c.gated else None
         self.up = into()
@@ -63,7 +66,7 @@ class MLP(nnx.Module):
         if self.sparsity:
             at = statistics.NormalDist().inv_cdf(self.sparsity)
             gate = jax.nn.relu(gate - gate.mean(-1, keepdims=True) - at * gate.std(-1, keepdims=True))
-        both = act(gate) * self.up(x) if self.c.glu is None else self.c.glu(gate, self.up(x))
+        both = act(gate) * self.up(x) if self.glu is None else self.glu(gate, self.up(x))
         return self._scaled(self.down(both), self.c.mlp_scale)
 
     def _scaled(self, y: Array, factor: float) -> Array:
@@ -71,12 +74,13 @@ class MLP(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """The feed-forward half of a block as a mixture of experts, with their kernels stacked: `[E, in, out]`."""
+    """The feed-forward half of a block as a mixture of experts, with their kernels stacked: `[E, in, out]`. `glu` is
+    the gated activation of its shared expert, see `MLP`."""
 
-    def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
+    def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs, glu: ClippedSwiGLU | None = None):
         self.e, self.activation = e, c.activation
-        self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
-        self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
+        self.router = Linear(rngs, (c.width, e.outputs), ("embed", None), e.bias)
+        self.correction = nnx.Param(jnp.zeros(e.outputs), axes=(None,)) if e.correction else None
         self.hashed = nnx.Param(jax.random.randint(rngs.params(), (e.hashed, e.chosen), 0, e.count).astype(jnp.float32),
                                 axes=("vocab", None)) if e.hashed else None
         wide, narrow, width = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None), e.latent or c.width
@@ -86,7 +90,7 @@ class Mixture(nnx.Module):
         self.down = Kernels(rngs, (e.count, e.width, width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
         self.latent_in = Linear(rngs, (c.width, width), ("embed", None), False) if e.latent else None
         self.latent_out = Linear(rngs, (width, c.width), (None, "embed"), False) if e.latent else None
-        self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
+        self.shared = MLP(c, rngs, e.shared, "shared_mlp", glu=glu) if e.shared else None
         self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
         self.expert_scale = nnx.Param(jnp.ones(e.count), axes=(None,)) if e.expert_scale else None
         norm = lambda: Norm(c.norm, (c.width,), ("embed",)) if e.branch_norms else None
@@ -115,7 +119,9 @@ class Mixture(nnx.Module):
                   else (self.gate.bias[...], self.up.bias[...], self.down.bias[...]))
         narrow = normed(self.experts_in, flat) if self.latent_in is None else self.latent_in(flat)
         out = mix(narrow, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases,
-                  self.e.where == "input", self.e.glu)
+                  self.e.where == "input", self.e.glu, self.e.zero > 0)
+        if self.e.zero:
+            out = out + unchanged(flat, which, weights, self.e.count)
         out = normed(self.experts_out, out if self.latent_out is None else self.latent_out(out))
         if self.shared is not None:
             beside = normed(self.shared_out, self.shared(normed(self.shared_in, flat)))

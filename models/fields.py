@@ -69,7 +69,7 @@ PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
           "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act "
-          "hybrid_override_pattern",
+          "attention_method zero_expert_type att_impl_type moe_router_activation hybrid_override_pattern",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
           "use_double_wide_mlp altup_correct_scale use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm "
           "scale_attn_weights "
@@ -85,10 +85,11 @@ _KEYS: dict[Kind, str] = {
           "mamba_norm_before_gate projectors_bias conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding "
           "use_cla use_mixed_mlp_moe use_attention_gate use_sandwich_norm group_limited_greedy indexer_rope_interleave "
           "use_gemma_norm use_routing_bias attention_output_gate use_sparse_attention kda_safe_gate moe_renormalize "
-          "index_kpool_always_select_tail safe_gate",
+          "index_kpool_always_select_tail safe_gate mla_scale_q_lora mla_scale_kv_lora router_bias use_moe "
+          "use_head_wise_attn_gate norm_expert_weight use_moe_router_bias zero_centered",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config per_layer_config linear_attn_config sparse_attention_config main compress "
-            "compress_rates",
+            "compress_rates attention_other_setting",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
             "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier hc_magnitude",
@@ -97,7 +98,7 @@ _KEYS: dict[Kind, str] = {
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
               "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
               "block_ffn_dim_multiplier moe_routed_scaling_factor qk_scale_factor output_multiplier "
-              "compress_rope_theta",
+              "compress_rope_theta moe_router_scaling_factor",
     NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon "
                   "post_norm_eps moe_router_logit_softcapping hc_eps",
     _number("a number below 0", lambda x: x < 0): "kda_lower_bound linear_lower_bound gate_lower_bound",
@@ -111,18 +112,20 @@ _KEYS: dict[Kind, str] = {
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim encoder_attention_heads "
-           "decoder_attention_heads num_mel_bins top_k_experts num_global_key_value_heads global_head_dim "
+           "decoder_attention_heads num_mel_bins qk_head_dim top_k_experts num_global_key_value_heads global_head_dim "
            "altup_num_inputs conv_L_cache mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state "
            "mamba_d_conv mamba_expand ssm_state_size attention_head_dim linear_head_dim linear_num_heads "
-           "num_experts_per_token num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
+           "num_experts_per_token num_attention_groups moe_top_k num_sliding_attention_heads "
+           "num_expert_group short_conv_kernel_size sparse_num_index_heads sparse_index_dim "
            "hc_mult hc_sinkhorn_iters o_groups index_kpool hc_count indexer_n_heads indexer_kv_heads indexer_head_dim "
            "ple_conv_kernel_size ngram_size heads_per_ngram",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank "
            "mamba_d_ssm moe_latent_size o_lora_rank hc_lowrank ple_embed_dim",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
-             "dense_intermediate_size expert_intermediate_size "
-             "relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
+             "dense_intermediate_size expert_intermediate_size expert_ffn_hidden_size "
+             "share_expert_dim share_expert_dims relative_attention_num_buckets "
+             "relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
              "decoder_vocab_size vocab_size_per_layer_input block_ff_dim shared_intermediate_size "
              "moe_shared_expert_intermediate_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
@@ -137,7 +140,7 @@ _KEYS: dict[Kind, str] = {
            "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
            "moe_layer_num_skipped index_topk_freq index_skip_topk_offset "
            "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx index_local_blocks sparse_local_block "
-           "sparse_init_block num_hash_layers seed",
+           "sparse_init_block num_hash_layers seed zero_expert_num",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers sparse_attention_freq sparse_disable_index_value",
@@ -165,7 +168,14 @@ _KEYS: dict[Kind, str] = {
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
 
-OWN = {("minimax_m3_vl_text", "moe_layer_freq"): _list(_whole(0, 1), "0 and 1"),
+_LIMITS = Kind("a list of numbers from 0, or null", lambda x: isinstance(x, list) and all(
+    y is None or NOT_NEGATIVE.fits(y) for y in x))
+OWN = {**{("step3p5", key): _LIMITS for key in ("swiglu_limits", "swiglu_limits_shared")},
+       ("step3p5", "rope_theta"): _one_or_list(POSITIVE), ("step3p5", "partial_rotary_factors"): _list(SHARE, "shares"),
+       ("step3p5", "moe_layers_enum"): Kind("layers, as a list or with commas between them", lambda x: (
+           isinstance(x, list) and all(INDEX.fits(y) for y in x)) or (
+           isinstance(x, str) and all(y.strip().isdecimal() for y in x.split(",")))),
+       ("minimax_m3_vl_text", "moe_layer_freq"): _list(_whole(0, 1), "0 and 1"),
        ("deepseek_v4", "layer_types"): _list(TEXT, "names"), ("deepseek_v4", "mlp_layer_types"): _list(TEXT, "names"),
        **{(kind, key): Kind("0", lambda x: x == 0) for kind in ("glm5_next", "glm5_next_text")
           for key in ("qk_rope_head_dim", "head_dim")},

@@ -32,7 +32,9 @@ class FurtherLayers:
         hidden_first: True if the linear layer reads the hidden state before the embedding.
         drop_first: True replaces the embedding by zeros at position 0.
         before_norm: True if the layer reads the target's hidden states before the final norm; False: after it. In both
-            cases its own ones after its final norm take their place while drafting.
+            cases its own ones after its final norm take their place while drafting, unless `feeds_before`.
+        feeds_before: True: its own hidden states before its final norm take that place.
+        unclipped: True if its MLP is not clipped, whatever those of the decoder are.
     """
 
     block: str
@@ -46,6 +48,8 @@ class FurtherLayers:
     hidden_first: bool = False
     drop_first: bool = False
     before_norm: bool = False
+    feeds_before: bool = False
+    unclipped: bool = False
 
 
 DEEPSEEK = FurtherLayers("{stem}layers.{index}.", True, {
@@ -91,10 +95,26 @@ NEMOTRON = FurtherLayers("mtp.layers.{even}.", False, {
     second="mtp.layers.{odd}.")
 """Nemotron 3, as in vLLM's `nemotron_h_mtp`: attention and a mixture of experts, each with a number of its own."""
 
+LONGCAT = FurtherLayers("{stem}mtp.layers.{index}.", False, {
+    "embed_norm.scale": "{layer}enorm.m.weight", "state_norm.scale": "{layer}hnorm.m.weight",
+    "fc.kernel": "{layer}eh_proj.weight", "norm.scale": "{stem}mtp.norm.weight",
+    "embed": "{stem}mtp.embed_tokens.weight"}, renamed={
+    "mlps.0.": "transformer_layer.mlp.", **{f"{part}.0.": f"{part}." for part in (
+        "self_attn", "input_layernorm", "post_attention_layernorm")}})
+"""LongCat-Flash: one block of attention and a dense MLP. As in vLLM's `longcat_flash_mtp`."""
+
+STEP = FurtherLayers("{stem}layers.{index}.", True, {
+    "embed_norm.scale": "{layer}enorm.weight", "state_norm.scale": "{layer}hnorm.weight",
+    "fc.kernel": "{layer}eh_proj.weight", "norm.scale": "{layer}transformer.shared_head.norm.weight",
+    "lm_head.kernel": "{layer}transformer.shared_head.output.weight"}, sliding=True, before_norm=True,
+    feeds_before=True, unclipped=True)
+"""Step 3.5 and 3.7: layers with a sliding window and a dense MLP. As in vLLM's `step3p5_mtp`, where hidden states are
+those before the norms in all places; `MtpModel` of transformers takes those after them."""
+
 FURTHER = {**dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"), DEEPSEEK),
            **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN), "mimo": MIMO,
            **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE), "mimo_v2_flash": MIMO_V2, "hy_v3": HY3,
-           "nemotron_h": NEMOTRON}
+           "nemotron_h": NEMOTRON, "longcat_flash": LONGCAT, "step3p5": STEP}
 """By `model_type`. Of other families further layers are not read."""
 
 SPECULATORS = FurtherLayers("mtp_layers.{index}.", False, {

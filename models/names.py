@@ -70,6 +70,7 @@ class Names:
         variants: ends of tensors' names that only some files have, each with the fields that differ in these.
         padded: numbers of first and last axes of length 1 that such tensors have in the file alone, by path inside a
             layer.
+        halves: number of layers of the decoder in each layer of the file; `{half}` in names is the number of one.
     """
 
     layer: dict[str, str]
@@ -96,6 +97,7 @@ class Names:
     outside: dict[str, str] = dataclasses.field(default_factory=dict)
     padded: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     variants: tuple[tuple[str, dict[str, Any]], ...] = ()
+    halves: int = 1
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -189,7 +191,7 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 
 IMAGES = re.compile(r"^(model\.)?(encoder\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual"
                     r"|patch_merge_mlp|embed_vision|vision_embedder|vit|vision_adapter|vision_projection|audio_tower"
-                    r"|embed_audio|embed_tokens_extend)\."
+                    r"|embed_audio|embed_tokens_extend|vit_large_projector)\."
                     r"|^(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\."
                     r"|\.lora_[AB]\.(vision|speech)\.")
 """Tensors of the parts of multimodal models that read images or sound, and of the adapters that the decoder of
@@ -215,7 +217,7 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
     parts = {group: heads[names.repeated[group]] for group in names.fused if group in names.repeated}
     if names.grouped:
         parts |= dict.fromkeys((group for group in names.fused if group[0].startswith("attn.")), config.kv_heads)
-    experts = max((layer.experts.count for layer in config.layers if layer.experts is not None), default=0)
+    experts = max((layer.mixture.count for layer in config.layers if layer.mixture is not None), default=0)
     found = {path: _source(path, names, sizes, parts, experts) for path in sizes}
     return {path: source.in_shards(present) if path.endswith(".table") else source for path, source in found.items()}
 
@@ -228,9 +230,10 @@ def head_tensor(family: str, present: Collection[str]) -> str:
 def layers_in(family: str, present: Collection[str]) -> int:
     """Returns the number of layers of the decoder in a checkpoint of the `model_type` `family` with the tensor names
     `present`: one more than the largest index of a layer, 0 without layers."""
-    prefix = f"{names_of(family, present).stem}{FAMILY_NAMES.get(family, Names(LLAMA)).layers}."
+    names = names_of(family, present)
+    prefix = f"{names.stem}{names.layers}."
     found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
-    return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
+    return names.halves * (1 + max((int(index) for index in found if index.isdecimal()), default=-1))
 
 
 def further_layers(family: str, layers: int, config: Mapping[str, Any], present: Collection[str]) -> list[str]:
@@ -252,14 +255,17 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
     return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
 
 
-def unused_keys(family: str, config: DecoderConfig, present: Collection[str]) -> set[str]:
-    """Returns the tensors among `present` of the keys and values of layers that attend to those of other layers. Some
-    files have them."""
+def unused_tensors(family: str, config: DecoderConfig, present: Collection[str]) -> set[str]:
+    """Returns the tensors among `present` that some files have and nothing reads: the keys and values of layers that
+    attend to those of other layers, and the projections of experts that compute nothing."""
     names = names_of(family, present)
     parts = [names.layer[f"attn.{part}"] for part in ("k", "v", "k_norm", "v_norm") if f"attn.{part}" in names.layer]
     starts = tuple(f"{names.stem}{names.layers}.{i}.{part}." for i, layer in enumerate(config.layers)
                    if layer.reads is not None for part in parts)
-    return {tensor for tensor in present if tensor.startswith(starts)}
+    zero = {layer.mixture.count for layer in config.layers if layer.mixture is not None and layer.mixture.zero}
+    later = re.compile(rf"{re.escape(names.stem + names.layers)}\.\d+\.mlp\.experts\.(\d+)\.")
+    return {tensor for tensor in present if tensor.startswith(starts) or (
+        zero and (found := later.match(tensor)) is not None and int(found[1]) >= min(zero))}
 
 
 def embeddings(family: str) -> list[str]:
@@ -311,11 +317,11 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
     elif module in ("norm", "embed_norm"):
         name = f"{names.stem}{names.norm if module == 'norm' else names.embed_norm}.{tail}"
     elif leaf == "correction":
-        name = f"{names.stem}{names.layers}.{module.split('.')[1]}.{names.correction}"
+        name = f"{names.stem}{names.layers}.{int(module.split('.')[1]) // names.halves}.{names.correction}"
         return WeightSource((name,), False, None, (1, *shape) if "moe_statics" in name else shape)
     else:
         _, index, inner = module.split(".", 2)
-        within = f"{names.stem}{names.layers}.{index}."
+        within = f"{names.stem}{names.layers}.{int(index) // names.halves}."
         own = names.extra.get(f"{inner}.{leaf}")
         if own is not None and not leaf.endswith("_taps"):
             before, after = names.padded.get(f"{inner}.{leaf}", (0, 0))
@@ -332,7 +338,7 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
             name = f"{within}{names.experts[inner]}{'_bias' if leaf == 'bias' else ''}"
             transpose, leading = names.experts_transposed and leaf != "bias", len(shape) == 3
         else:
-            name = f"{within}{names.layer[inner]}.{tail}"
+            name = f"{within}{names.layer[inner]}.{tail}".replace("{half}", str(int(index) % names.halves))
         # The dense layers of a mixture may have separate tensors where its experts have one.
         group = next((g for g in names.fused if inner in g and (
             of_all or len({names.layer[member] for member in g}) == 1)), None)

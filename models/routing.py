@@ -9,13 +9,14 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Mixtral, Qwen 3 MoE, Granite MoE | softmax | no | no | divided by their sum |
 | Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
 | ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
-| MiniMax M2 and M3, Hy3, LFM2, Laguna | sigmoid | yes | no | divided by their sum, scaled |
+| MiniMax M2 and M3, Hy3, LFM2, Laguna, Step 3.5 and 3.7 | sigmoid | yes | no | divided by their sum, scaled |
 | GLM-4.5, DeepSeek V3, Hy4 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
 | GPT-OSS | logits | no | no | softmax of the chosen |
 | DeepSeek V4 | sqrtsoftplus | yes, or a choice by token id (`hashed`) | no | divided by their sum, scaled |
 | Gemma 4 | softmax | no | no | divided by their sum, times a learned number of each expert |
+| LongCat-Flash | softmax | yes | no | as they are, scaled; some experts compute nothing (`zero`) |
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
 @dataclasses.dataclass(frozen=True)
 class ClippedSwiGLU:
     """The gated activation of GPT-OSS, MiniMax M3, DeepSeek V4 and Hy4: `(up + shift) * gate * sigmoid(alpha * gate)`,
-    with both projections clipped.
+    with both projections clipped. That of Step 3.5 and 3.7 clips the gate after its activation.
 
     Attributes:
         alpha: factor of the gate inside the sigmoid.
         limit: the gate is at most this; the other projection is within `[-limit, limit]`.
         shift: added to the other projection.
+        after: True: `gate * sigmoid(alpha * gate)` is at most `limit`, in place of the gate.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
     shift: float = 1.0
+    after: bool = False
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + self.shift) * (gate * jax.nn.sigmoid(self.alpha * gate))
+        gate, up = gate if self.after else jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        gate = gate * jax.nn.sigmoid(self.alpha * gate)
+        return (up + self.shift) * (jnp.minimum(gate, self.limit) if self.after else gate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Experts:
         hashed: number of tokens of a table, with the chosen experts of each token, that takes the place of a choice by
             scores (hash layers; Roller et al., 2021); 0: the scores choose.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
+        zero: number of further experts, after the others, whose output is their input (zero-computation experts:
+            "LongCat-Flash Technical Report", Meituan, 2025). They have no weights and cost nothing.
     """
 
     count: int
@@ -112,11 +118,17 @@ class Experts:
     expert_scale: bool = False
     branch_norms: bool = False
     hashed: int = 0
+    zero: int = 0
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "chosen", "width", "groups", "kept_groups")
-        if self.chosen > self.count:
-            raise ValueError(f"chosen: got {self.chosen}, takes at most the number of experts, {self.count}")
+        if self.chosen > self.outputs:
+            raise ValueError(f"chosen: got {self.chosen}, takes at most the number of experts, {self.outputs}")
+        if self.zero < 0 or (self.zero and (self.groups > 1 or self.score == "sparsemixer" or self.where == "input"
+                                            or self.bias or self.latent or self.hashed or self.expert_scale
+                                            or self.branch_norms)):
+            raise ValueError(f"zero: got {self.zero}, takes 0 or more, and one group, weights of outputs, experts as "
+                             "wide as the model, and no sparsemixer, bias, hashed, expert_scale or branch_norms")
         if self.count % self.groups or self.kept_groups > self.groups:
             raise ValueError(f"groups: got {self.groups} with kept_groups = {self.kept_groups}, takes a divisor of the "
                              f"number of experts, {self.count}, and at most as many kept")
@@ -133,6 +145,11 @@ class Experts:
             raise ValueError("shared_gate: got True without a shared expert")
         if self.branch_norms and (not self.shared or self.shared_gate or self.where == "input"):
             raise ValueError("branch_norms: takes a shared expert without a gate, and weights of outputs")
+
+    @property
+    def outputs(self) -> int:
+        """Number of experts that the router chooses from."""
+        return self.count + self.zero
 
 
 def route(logits: Array, e: Experts, correction: Array | None = None, which: Array | None = None

@@ -26,7 +26,7 @@ def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh,
         axis: name of the mesh's axis over which heads, MLP and vocabulary are sharded where it divides them.
     """
     # Heads are sharded whole: their number must divide, not their total width.
-    experts = [layer.experts for layer in config.layers if layer.experts is not None]
+    experts = [layer.mixture for layer in config.layers if layer.mixture is not None]
     rows = 0 if config.layer_inputs is None else config.layer_inputs.rows
     units = {"heads": math.gcd(*map(config.query_heads, config.layers)),
              "mlp": math.gcd(config.mlp, *(layer.mlp or 0 for layer in config.layers)),

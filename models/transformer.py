@@ -69,10 +69,8 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
 
     @property
     def max_positions(self) -> int | None:
-        """Number of positions beyond which the model would silently be wrong, or None.
-
-        The number of rows of the learned position embedding, or the length for which a length-dependent rope is set.
-        """
+        """Number of positions beyond which the model would silently be wrong, or None: that of rows of the learned
+        position embedding, or the length for which a length-dependent rope is set."""
         bounds = [self.config.learned_positions] if self.config.learned_positions else []
         for layer in self.config.layers:
             scaling = layer.rope.scaling if layer.rope is not None else None
@@ -206,6 +204,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         c = self.config
         why = ("some read the keys and values of others, or their choice, or repeat their attention" if c.shared else
                "they have several residual streams" if c.streams is not None else
+               "some add what the mixture of another computed" if c.shortcuts else
                "some have linear attention or a recurrent block" if c.stateful else None)
         if why is not None:
             raise ValueError(f"layers: {why}, so they cannot run one by one")

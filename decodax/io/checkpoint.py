@@ -45,7 +45,7 @@ from decodax.models.names import (
     layers_in,
     sources,
     stored_dtype,
-    unused_keys,
+    unused_tensors,
 )
 from decodax.models.recurrent.mamba import Mamba, read_mamba
 from decodax.models.recurrent.mamba import sources as mamba_sources
@@ -109,7 +109,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
                               f"under the names of model_type {family!r}; takes {', '.join(embeddings(family)[:2])} "
                               "and layers beside it, all with the same prefix or none")
     if stored < len(decoder.layers):
-        key = next((key for key in ("n_layer", "n_layers") if key in config), "num_hidden_layers")
+        key = next((key for key in ("n_layer", "n_layers", "num_layers") if key in config), "num_hidden_layers")
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
                               "layers")
     shapes = Transformer(decoder).abstract_params()
@@ -133,7 +133,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
-    heads = ({head} if decoder.tied else set()) | unused_keys(family, decoder, files.home)
+    heads = ({head} if decoder.tied else set()) | unused_tensors(family, decoder, files.home)
     check_tensors({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)

@@ -48,8 +48,9 @@ class DecoderLayer(nnx.Module):
         self.attn_out = norm(block in ("post", "sandwich") and attends, after)
         apart = layer.experts is not None and layer.experts.branch_norms
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds and not apart and not gated)
-        self.mlp = None if not feeds else Mixture(c, layer.experts, rngs) if layer.experts is not None else (
-            MLP(c, rngs, layer.mlp, sparsity=layer.sparsity))
+        self.mlp = None if not feeds else Mixture(c, layer.experts, rngs, layer.glu) if layer.experts is not None else (
+            MLP(c, rngs, layer.mlp, sparsity=layer.sparsity, glu=layer.glu))
+        self.shortcut = None if layer.shortcut is None else Mixture(c, layer.shortcut, rngs)
         self.mlp_out = norm(block in ("post", "sandwich") and feeds, after)
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = LayerFactor(c.conditioned) if c.layer_scale else None
@@ -115,9 +116,12 @@ class DecoderLayer(nnx.Module):
         return x + scale * kept(lambda x: self._fed(x, tables), x, keeps[1]), entry
 
     def _fed(self, x: Array, tables: dict[Any, Any]) -> Array:
-        """Returns the output of the MLP, with its norms."""
+        """Returns the output of the MLP, with its norms. That of a mixture beside it is left in `tables` under
+        "shortcut"."""
         assert self.mlp is not None
         normed = optional(self.mlp_in, x)
+        if self.shortcut is not None:
+            tables["shortcut"] = self.shortcut(normed)
         if isinstance(self.mlp, Mixture) and self.mlp.hashed is not None:
             return optional(self.mlp_out, self.mlp(normed, tables["inputs"]))
         return optional(self.mlp_out, self.mlp(normed))

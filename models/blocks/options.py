@@ -16,7 +16,7 @@ from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
 from decodax.models.residual.options import NGrams
 from decodax.models.rope import Chunks, Rope
-from decodax.models.routing import Experts
+from decodax.models.routing import ClippedSwiGLU, Experts
 from decodax.pallas_kernels.window_attention import FixedBias
 
 
@@ -125,6 +125,7 @@ class Layer:
             head; None: as in the decoder.
         keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
         mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
+        glu: the gated activation of this layer's MLP or shared expert; None: that of `DecoderConfig.glu`.
         sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
@@ -143,6 +144,9 @@ class Layer:
             as `recurrent`, and `beside`; None: all of them.
         ngrams: embeddings of n-grams that are added to the residual streams before the layer, which has a recurrent
             block in place of attention; None: none.
+        shortcut: a mixture beside the MLP, which reads what the MLP reads, and whose output is added to the residual
+            stream after the next layer (shortcut-connected mixture of experts; Cai et al., 2024). On several devices
+            the tokens then travel to the experts while the next layer is computed. None: none.
     """
 
     rope: Rope | None = None
@@ -162,6 +166,7 @@ class Layer:
     head_dim: int | None = None
     keys_as_values: bool = False
     mlp: int | None = None
+    glu: ClippedSwiGLU | None = None
     sparsity: float = 0.0
     latent: Latent | None = None
     shared_key: SharedKey | None = None
@@ -171,6 +176,7 @@ class Layer:
     beside: bool = False
     index: BlockIndex | GroupIndex | None = None
     ngrams: NGrams | None = None
+    shortcut: Experts | None = None
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None
@@ -189,12 +195,12 @@ class Layer:
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
-                                    sinks=False, output_gate=None, reads=None if chosen else self.reads,
+                                    shortcut=None, sinks=False, output_gate=None, reads=None if chosen else self.reads,
                                     recurrent=None if grouped else self.recurrent,
                                     beside=self.beside and not grouped) != Layer())):
             raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
-                             "(plain), of the other options scale, experts, query_scale, sinks and output_gate, and "
-                             "with an indexer reads, or a Pooling beside, and no such width")
+                             "(plain), of the other options scale, experts, shortcut, query_scale, sinks and "
+                             "output_gate, and with an indexer reads, or a Pooling beside, and no such width")
         if pool is not None and self.latent is not None and self.latent.indexer is not None:
             self.latent.indexer.check_groups(pool)
         if self.shared_key is not None and (
@@ -213,6 +219,10 @@ class Layer:
             raise ValueError("beside: takes a layer with a recurrent block, both halves and no latent")
         if self.half == "mlp" and dataclasses.replace(self, half=None, experts=None, block=None) != Layer():
             raise ValueError("half: got 'mlp' with options of attention, takes none")
+        if self.shortcut is not None and (self.experts is not None or self.half is not None or self.block is not None
+                                          or self.shortcut.hashed):
+            raise ValueError("shortcut: takes a layer with attention and a dense MLP, no block, and experts that are "
+                             "not hashed")
         if self.half == "attention" and self.experts is not None:
             raise ValueError("half: got 'attention' with experts, takes none")
         if self.sliding is not None and self.sliding < 1:
@@ -233,6 +243,11 @@ class Layer:
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
+
+    @property
+    def mixture(self) -> Experts | None:
+        """The mixture of the layer, in place of its MLP or beside it; None without one."""
+        return self.shortcut if self.experts is None else self.experts
 
     @property
     def state_kind(self) -> type | None:
@@ -271,3 +286,9 @@ def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, 
     None: positions count from the start of the text. Layers without a rotary embedding do not change."""
     return tuple(layer if layer.rope is None else
                  dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
+
+
+def unjoined(layers: tuple[Layer, ...]) -> bool:
+    """Returns True if a layer with a shortcut has no next layer, or one with a shortcut, too."""
+    after = (*layers[1:], None)
+    return any(one.shortcut and (two is None or two.shortcut) for one, two in zip(layers, after, strict=True))

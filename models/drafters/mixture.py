@@ -59,7 +59,8 @@ class MixtureHead(CrossKVHead):
                              f"target, which has keys and values of its own in the layers {config.attending}")
         for i in config.attending:
             self._check_shape(config, i)
-        if not 0 <= self.above <= self.layer or (self.above and (config.embed_scale != 1 or config.shared)):
+        if not 0 <= self.above <= self.layer or (self.above and (config.embed_scale != 1 or config.shared or (
+                config.shortcuts))):
             raise ValueError(f"draft: the head runs the last {self.above} layers of its target, which takes at most "
                              f"{self.layer}, no factor of embeddings, and layers with keys and values of their own")
 

@@ -26,6 +26,7 @@ from decodax.models.families import (
     lfm,
     llada,
     llama,
+    longcat,
     mimo,
     minimax,
     mixtures,
@@ -33,6 +34,7 @@ from decodax.models.families import (
     qwen,
     qwen4,
     state_spaces,
+    step,
 )
 from decodax.models.families.flags import refuse_unread
 from decodax.models.families.nearest import nearest
@@ -96,7 +98,8 @@ def text_part(c: Json) -> Json:
     if kind not in WITH_IMAGES:
         return c
     inner = c.get("text_config") or {}
-    family = inner.get("model_type", WITH_IMAGES[kind])
+    # transformers does not read what Step 3.7 calls its language model.
+    family = WITH_IMAGES[kind] if kind == "step3p7" else inner.get("model_type", WITH_IMAGES[kind])
     own = {key: value for key, value in c.items() if not key.endswith("_config") and key != "architectures"}
     # The whole model's entry decides about tying the head, whatever text_config says.
     tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
@@ -114,8 +117,8 @@ def text_part(c: Json) -> Json:
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
     **deepseek.FAMILIES, **deepseek_v4.FAMILIES, **gemma.FAMILIES, **glm.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES,
     **granite.FAMILIES, **hybrids.FAMILIES, **laguna.FAMILIES, **lfm.FAMILIES, **llada.FAMILIES, **llama.FAMILIES,
-    **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
-    **qwen4.FAMILIES, **state_spaces.FAMILIES,
+    **longcat.FAMILIES, **mimo.FAMILIES, **minimax.FAMILIES, **mixtures.FAMILIES, **muse.FAMILIES, **qwen.FAMILIES,
+    **qwen4.FAMILIES, **state_spaces.FAMILIES, **step.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 
@@ -126,7 +129,7 @@ WITH_IMAGES = {"diffusion_gemma": "diffusion_gemma_text", "gemma3": "gemma3_text
                "mistral_large4": "mistral_large4_text", "muse_glimmer": "muse_glimmer_text", "phi4_multimodal": "phi3",
                "phi4mm": "phi3", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3",
                "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-               "qwen4_exp": "qwen4_exp_text"}
+               "qwen4_exp": "qwen4_exp_text", "step3p7": "step3p5"}
 """Multimodal families, and the family of their language model if text_config does not name one."""
 
 TEXT_PARTS = {"minimax_m3": "minimax_m3_vl_text", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",

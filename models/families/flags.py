@@ -21,7 +21,7 @@ from decodax.models.residual.options import HyperConnections
 def _clipped(field: str) -> Callable[[DecoderConfig, Any], bool]:
     """Returns the test that the clipped activation of all mixtures has a value of a field, and that there is one."""
     def shown(d: DecoderConfig, value: Any) -> bool:
-        found = {layer.experts.glu for layer in d.layers if layer.experts is not None}
+        found = {layer.mixture.glu for layer in d.layers if layer.mixture is not None}
         return len(found) == 1 and (glu := found.pop()) is not None and getattr(glu, field) == value
 
     return shown
@@ -30,7 +30,7 @@ def _clipped(field: str) -> Callable[[DecoderConfig, Any], bool]:
 def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
     """Returns the test that all mixtures of a decoder have a value of a field, and that there is one."""
     def shown(d: DecoderConfig, value: Any) -> bool:
-        found = {getattr(layer.experts, field) for layer in d.layers if layer.experts is not None}
+        found = {getattr(layer.mixture, field) for layer in d.layers if layer.mixture is not None}
         return found == {value}
 
     return shown

@@ -136,6 +136,8 @@ class LatentAttention(nnx.Module):
         up = self.q_b if self.q is None else self.q
         assert up is not None
         q = self._turned(up(narrow).reshape(*narrow.shape[:2], -1, self.c.head_dim), tables)
+        q = q if self.layer.latent is None or self.layer.latent.query_factor == 1.0 else (
+            q * self.layer.latent.query_factor)
         q = q if self.growth is None else self.growth(q, tables[None])
         return q if self.layer.query_scale is None else q * tables[self.layer.query_scale].astype(q.dtype)
 
@@ -143,7 +145,10 @@ class LatentAttention(nnx.Module):
         """Returns the latents with the rotated key, `f[B, W, 1, rank + rope.width]`."""
         assert self.kv_a is not None and self.kv_a_norm is not None
         both, rank = self.kv_a(x), self._rank
-        both = jnp.concatenate([self.kv_a_norm(both[..., :rank]), both[..., rank:]], -1)
+        latent = self.kv_a_norm(both[..., :rank])
+        if self.layer.latent is not None and self.layer.latent.factor != 1.0:
+            latent = latent * self.layer.latent.factor
+        both = jnp.concatenate([latent, both[..., rank:]], -1)
         return self._turned(both[:, :, None], tables)
 
     @property

@@ -92,7 +92,18 @@ GLM["variants"] = (("forget_gate.A_log", {
               **{f"attn.{x}": f"self_attn.forget_gate.{x}" for x in ("A_log", "dt_bias")},
               **{ours: re.sub(r"hc_(\w+)_(\w+)", r"\1_hc.\2", name) for ours, name in HALVES.items()}}}),)
 
+LONGCAT: dict[str, Any] = {
+    **MLA, "halves": 2, "correction": "mlp.router.e_score_correction_bias", "further": ("model.mtp.", "mtp."),
+    "layer": {**{ours: name.replace("self_attn.", "self_attn.{half}.") for ours, name in MLA["layer"].items()
+                 if ours.startswith("attn.")},
+              "attn_in": "input_layernorm.{half}", "mlp_in": "post_attention_layernorm.{half}",
+              **{f"mlp.{part}": f"mlps.{{half}}.{part}_proj" for part in PARTS},
+              "shortcut.router": "mlp.router.classifier"},
+    "experts": {f"shortcut.{part}": f"mlp.experts.{{expert}}.{part}_proj" for part in PARTS}}
+"""Tensor names of LongCat-Flash, each of whose layers is two of the decoder."""
+
 NAMES: dict[str, dict[str, Any]] = {
+    "longcat_flash": LONGCAT,
     "hy_v4": HY4, "hy_v4_vl_text": HY4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "youtu"),
                     MLA),

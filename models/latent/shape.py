@@ -72,6 +72,9 @@ class Latent:
         plain: number of channels of the key that all heads share in a layer without a rope (Kimi Linear); 0 with one.
         log_scale: True multiplies the queries of each head, and the index queries, by a learned linear function of the
             logarithm of the position. See `decodax.models.latent.attention.LogScale`.
+        factor: factor of the normalised latents, without the key that all heads share.
+        query_factor: factor of the queries. LongCat-Flash has both: latents narrower than the model have a smaller
+            variance at initialisation, which the root of the ratio of widths undoes.
     """
 
     rank: int
@@ -81,6 +84,8 @@ class Latent:
     indexer: Indexer | None = None
     plain: int = 0
     log_scale: bool = False
+    factor: float = 1.0
+    query_factor: float = 1.0
 
     def __post_init__(self) -> None:
         check_counts(self, "rank", "value_width", "query_rank")

@@ -32,6 +32,7 @@ from tests.io.quantised.test_quantised_families import LEFT
 from tests.io.quantised.writer import KINDS, Tensors, write_safetensors
 from tests.matrix import often
 from tests.models import tiny
+from tests.models.families.further_layers import ALONE
 
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 PARTS = "enorm", "hnorm", "eh_proj", "post_norm", "mtp_block"
@@ -49,9 +50,17 @@ ERNIE = dict(zip(PARTS, [f"model.mtp_{part}.0" for part in ("emb_norm", "hidden_
 HY3 = {**DEEPSEEK, "post_norm": "model.layers.2.final_layernorm"}
 NEMOTRON = {**{part: f"mtp.layers.0.{part}" for part in PARTS[:3]}, "post_norm": "mtp.layers.1.final_layernorm",
             "attention": "mtp.layers.0", "moe": "mtp.layers.1"}
+LONGCAT = {**{part: f"model.mtp.layers.0.{part}" for part in (
+    "eh_proj", "self_attn", "input_layernorm", "post_attention_layernorm")}, "enorm": "model.mtp.layers.0.enorm.m",
+           "hnorm": "model.mtp.layers.0.hnorm.m", "post_norm": "model.mtp.norm",
+           "mlp": "model.mtp.layers.0.transformer_layer.mlp"}
+STEP = {**DEEPSEEK, "post_norm": "model.layers.2.transformer.shared_head.norm"}
+SLIDES = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "swiglu_limits": [0, 0.2],
+          "mlp_layer_types": ["sparse"] * 2, "mtp_layer_types": ["sliding_attention"] * 2,
+          "mtp_mlp_layer_types": ["dense"] * 2, "mtp_per_layer_config": {0: {"num_attention_heads": 6}}}
 ZEROS = "mimo", "ernie4.5", "ernie4.5-moe", "hy3"
 """Layouts whose layers read zeros in place of the first embedding."""
-BEFORE = "mimo", "mimo-v2-flash"
+BEFORE = "mimo", "mimo-v2-flash", "step3p7", "step3p7-two"
 """Layouts whose layers read the target's hidden states before its final norm."""
 
 # name: case of tests/models/tiny.py, further options, the released name of each part, and model_type if it is another
@@ -69,6 +78,10 @@ LAYOUTS = {
                       MIMO_V2, None),
     "ernie4.5": ("ernie4.5", {"tie_word_embeddings": False}, ERNIE, None),
     "ernie4.5-moe": ("ernie4.5-moe", {"tie_word_embeddings": False}, ERNIE, None),
+    "longcat-flash": ("longcat-flash", {}, LONGCAT, None),
+    "step3p7": ("step3p7", {**SLIDES, "swiglu_limits_shared": [0, 0.2]}, STEP, None),
+    "step3p7-two": ("step3p7", {**SLIDES, "swiglu_limits_shared": None, "num_mtp_layers": 2, "mtp_per_layer_config": {
+        i: {"num_attention_heads": 6} for i in range(2)}}, STEP, None),
     "hy3": ("hy3", {}, HY3, None), "nemotron-h": ("nemotron-h", {}, NEMOTRON, None),
     "mimo": ("qwen2", {"tie_word_embeddings": False, "mtp_hidden_states_first": True}, MIMO, "mimo")}
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 9, 31], [9, 10, 11], [1]]
@@ -81,24 +94,6 @@ OTHERS = {id(HY3): {
     "post_attention_layernorm.weight": "pre_mlp_layernorm.weight", "self_attn.sinks":
     "self_attn.attention_sink_bias"}}
 """Names in files by those in transformers, by layout."""
-
-
-class Halves(torch.nn.Module):
-    """A layer of Nemotron 3: blocks of attention and of a mixture of experts, in the place of an `MtpModel`."""
-
-    def __init__(self, target):
-        super().__init__()
-        blocks = tiny.build("nemotron-h", layers_block_type=["full_attention", "moe"]).get_decoder().layers
-        norm = lambda: type(blocks[0].norm)(target.config.hidden_size, eps=target.config.layer_norm_epsilon)
-        one = torch.nn.ModuleDict({"enorm": norm(), "hnorm": norm(), "post_norm": norm(), "attention": blocks[0],
-                                   "moe": blocks[1], "eh_proj": torch.nn.Linear(64, 32, bias=False)})
-        self.layers, self.embed_tokens = torch.nn.ModuleList([one]), target.get_input_embeddings()
-
-    def forward_layer(self, layer, hidden, where, cache, inputs_embeds):
-        one, size = self.layers[layer], hidden.shape[1]
-        x = one["eh_proj"](torch.cat([one["enorm"](inputs_embeds), one["hnorm"](hidden)], -1))
-        mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
-        return one["post_norm"](one["moe"](one["attention"](x, attention_mask=mask)))
 
 
 def released(state: dict, parts: dict, stacked: bool) -> dict:
@@ -139,9 +134,13 @@ class Case:
             "mtp_mlp_layer_types": ["sparse"] * self.count, **copy.deepcopy(options)})
         if name == "mimo-v2-flash":         # transformers reads no further layers of this family
             self.target.config.num_mtp_layers = 1
-        self.layer = (Halves(self.target) if name == "nemotron-h" else MtpModel(self.target, self.count)).eval()
+        if self.parts is STEP:              # nor the number in this entry
+            self.target.config.text_config.num_nextn_predict_layers = self.count
+        self.layer = (ALONE[name](self.target) if name in ALONE else MtpModel(self.target, self.count)).eval()
         if self.parts is ERNIE:
             self.layer.layers[0].use_post_norm, self.layer.layers[0].post_norm = False, None
+        for layer in self.layer.layers if self.parts is STEP else ():
+            layer.use_post_norm = False     # in `logits` alone
         torch.manual_seed(1)
         with torch.no_grad():
             for weight in self.layer.layers.parameters():
@@ -196,7 +195,8 @@ class Case:
         with torch.no_grad():
             if (own := self.tables.get(f"model.layers.{2 + layer}.shared_head.head.weight")) is not None:
                 return hidden.numpy() @ own.T
-            return self.target.lm_head(hidden).numpy()
+            return self.target.lm_head(self.layer.layers[layer].post_norm(hidden) if self.parts is STEP else hidden
+                                       ).numpy()
 
     def drafts(self, ids, following):
         """The logits after a text and after each of the tokens drafted after it."""

@@ -78,6 +78,9 @@ def test_the_parts_are_added_up_once(home, shape, names, weights):
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}
 OTHERS = [
+    {**SMALL, "model_type": "longcat_flash", "num_hidden_layers": 2, "num_key_value_heads": 4, "ffn_hidden_size": 48,
+     "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+     "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 24},
     {**SMALL, "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
      "moe_intermediate_size": 24, "routed_scaling_factor": 2.5},
     {**SMALL, "model_type": "llama4_text", "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 40,

@@ -113,7 +113,7 @@ def test_of_an_unknown_family_the_nearest_one_and_the_differences_are_named() ->
 @pytest.mark.parametrize(("kind", "best", "differs"), [
     ("solar_open", "glm4_moe", ""), ("dots1", "glm4_moe", "sliding_window, max_window_layers"),
     ("flex_olmo", "olmoe", ""), ("vaultgemma", "gemma2", ""), ("helium", "llama", ""), ("persimmon", "stablelm", ""),
-    ("jetmoe", "qwen3_moe", "kv_channels, activation_function"), ("longcat_flash", "deepseek_v2", "zero_expert_num")])
+    ("jetmoe", "qwen3_moe", "kv_channels, activation_function"), ("axk1", "deepseek_v3", "qk_head_dim")])
 def test_the_nearest_family_is_the_one_that_reads_the_most_entries(kind: str, best: str, differs: str) -> None:
     config = transformers.AutoConfig.for_model(kind).to_dict()
     name, more = nearest(config, FAMILIES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.models.families.released import released
 from tests.models.families.tiny_qwen4 import QWEN4_CASES
-from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING
+from tests.models.families.tiny_seeing import GLM5_NEXT_CASES, SEEING, STEP_CASES, WHOLE
 
 if TYPE_CHECKING:
     import transformers
@@ -56,6 +56,9 @@ GRANITE_H = {**MAMBA2, "num_hidden_layers": 3, "embedding_multiplier": 6.0, "log
              "attention_multiplier": 0.2, "shared_intermediate_size": 20, "intermediate_size": 24}
 DSA = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 12,
        "index_topk": 6}
+LONGCAT = {**{key: value for key, value in MLA.items() if "expert" not in key}, "num_hidden_layers": 4, "head_dim": 8,
+           "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 24,
+           "routed_scaling_factor": 1.7}
 HY4 = {**MLA, **{key: value for key, value in DSA.items() if key.startswith("index")}, "rms_norm_eps": 0.05,
        "hc_mult": 3, "hc_magnitude": 1.6, "hc_eps": 0.04, "swiglu_limit": 0.6}
 # A block is half as long as the windows of the tests, and of five blocks a query attends to two or three.
@@ -236,9 +239,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                            "norm_topk_prob": False}, None),
     "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, **DSA}, None),
     "glm5": ("glm_moe_dsa", {**MLA, **DSA, "indexer_types": ["full", "shared", "full"], "attention_bias": True}, None),
-    **GLM5_NEXT_CASES,
+    **GLM5_NEXT_CASES, **STEP_CASES,
     "deepseek-v4": ("deepseek_v4", {**V4, **rope("yarn", factor=4.0, original_max_position_embeddings=16)}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
+    "longcat-flash": ("longcat_flash", {**LONGCAT, "attention_bias": True, **YARN_MSCALE}, None),
+    "longcat-flash-plain": ("longcat_flash", {**LONGCAT, "zero_expert_num": 0, "num_hidden_layers": 2}, None),
     "hy4": ("hy_v4", {**HY4, "attention_bias": True, **YARN_MSCALE}, None),
     "hy4-vl": ("hy_v4_vl_text", {
         **HY4, "indexer_types": ["full", "shared", "full"], "n_group": 4, "topk_group": 2, "mlp_layer_types": [
@@ -325,6 +330,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 
 ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "youtu", "ernie4.5", "exaone4-full", "falcon", "falcon-11b",
          "glm", "gpt-neox-serial", "granite-moe", "granite-moe-swa", "hunyuan-moe", "hy3", "hy4-vl", "llama4-top2",
+         "longcat-flash-plain",
          "minimax-m3-local", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
          "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified", "kimi-linear-query",
@@ -343,7 +349,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     kind, options, _ = copy.deepcopy(CASES[name])       # transformers adds entries to nested ones
     entries = {**COMMON, **options, **more}
     if kind in SEEING:     # transformers 5.24 has it inside a model that sees images alone
-        kind, entries = kind.removesuffix("_text"), {"text_config": entries, **copy.deepcopy(SEEING[kind])}
+        entries = {"text_config": entries, **copy.deepcopy(SEEING[kind])}
+        kind = WHOLE.get(kind, kind.removesuffix("_text"))
     config = transformers.AutoConfig.for_model(kind, **entries)
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.

@@ -258,11 +258,10 @@ def count(s: Setup) -> DeviceCounts:
     # Experts that no token chose are not read.
     experts, share, mixtures = 0, 0.0, 0
     for i, layer in _layers(model):
-        if layer.experts is not None:
-            e = layer.experts
+        if (e := layer.mixture) is not None:
             own = sum(_bytes(x) for x in _experts(s.params.target, i, e.count))
             experts += own
-            share += own * (1 - (1 - e.chosen / e.count) ** (tokens * parts))
+            share += own * (1 - (1 - e.chosen / e.outputs) ** (tokens * parts))
             mixtures += 1
     rows = c.width * (not c.tied) + (len(c.layers) * c.layer_inputs.width if c.layer_inputs is not None else 0)
     read = weights - table - experts + share + tokens * rows * item
@@ -347,12 +346,12 @@ def blocks_of_experts(s: Setup) -> dict[int, int]:
     random."""
     found, parts, tokens = {}, s.mesh.shape.get(EXPERT, 1), s.rows * s.width
     for layer in s.lm.model.config.layers:      # type: ignore[attr-defined]
-        if (e := layer.experts) is not None:
+        if (e := layer.mixture) is not None:
             held, n = (e.count // parts, tokens * parts) if e.count % parts == 0 else (e.count, tokens)
-            p = e.chosen / e.count
+            p = e.chosen / e.outputs
             odds = [math.comb(n, k) * p ** k * (1 - p) ** (n - k) for k in range(n + 1)] if n <= 1000 else []
             likely = held * sum(-(-k // BLOCK) * odd for k, odd in enumerate(odds)) if odds else (
-                held + n * e.chosen * held / e.count / BLOCK)
+                held + n * p * held / BLOCK)
             found[n * e.chosen // BLOCK + min(held, n * e.chosen)] = max(1, round(likely))
     return found
 
@@ -363,7 +362,8 @@ def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:
 
 def _experts(weights: Any, i: int, count: int) -> list[Any]:
     """Returns the weights of a layer whose first axis has one entry for each expert."""
-    layer = weights["layers"][str(i)]["mlp"]
+    layer = weights["layers"][str(i)]
+    layer = layer.get("shortcut", layer["mlp"])
     return [x for x in jax.tree.leaves(layer) if x.ndim >= 2 and x.shape[0] == count]
 
 
@@ -376,7 +376,7 @@ def _active(model: Transformer) -> int:
         table += math.prod(shapes["layer_inputs"]["table"].shape)
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table
     for i, layer in _layers(model):
-        if layer.experts is not None:
-            size = sum(math.prod(x.shape) for x in _experts(shapes, i, layer.experts.count))
-            whole -= round(size * (1 - layer.experts.chosen / layer.experts.count))
+        if (e := layer.mixture) is not None:
+            size = sum(math.prod(x.shape) for x in _experts(shapes, i, e.count))
+            whole -= round(size * (1 - e.chosen / e.outputs))
     return whole

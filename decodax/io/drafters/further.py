@@ -119,7 +119,8 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     one = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
                         hidden_first=rule.hidden_first, drop_first=rule.drop_first, final_norm="norm.scale" in
-                        rule.around, own_table="embed" in own, own_head="lm_head.kernel" in own)
+                        rule.around, own_table="embed" in own, own_head="lm_head.kernel" in own,
+                        feeds_back="before norm" if rule.feeds_before else "after norm")
     head = one if len(places) == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=len(places))
     where = {f"{f'depths.{i}.' if len(places) > 1 else ''}{inside}": source for i, each in enumerate(places)
              for inside, source in _sources(one, family, rule, each, files).items()}
@@ -179,6 +180,7 @@ def kind_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool) -> Layer
         other = next(layer for layer in reversed(decoder.layers) if layer.half == "mlp" and (
             layer.experts is not None) == experts)
         return dataclasses.replace(last, half=None, experts=other.experts, mlp=other.mlp)
+    last = dataclasses.replace(last, glu=None) if rule.unclipped else last
     return last if experts else dataclasses.replace(last, experts=None)
 
 

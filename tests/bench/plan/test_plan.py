@@ -32,7 +32,8 @@ PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3
               "llada2-mini": 16.256, "llada2-flash": 102.890, "lfm2-1.2b": 1.170, "lfm2-8b-a1b": 8.340,
               "nemotron-3-nano-30b-a3b": 31.58, "granite-4.0-h-tiny": 6.94, "falcon-h1-0.5b": 0.521,
               "jamba-v0.1": 51.57, "kimi-linear-48b-a3b": 49.12, "mistral-large-4": 1050.118, "ling-3.0-flash": 124.414,
-              "glm-5.3-flash": 313.327, "minimax-m3": 426.17, "hy4": 769.907, "hy4-preview": 58.278,
+              "glm-5.3-flash": 313.327, "minimax-m3": 426.17, "longcat-flash": 560, "step-3.5-flash": 196,
+              "hy4": 769.907, "hy4-preview": 58.278,
               "gemma-4-e2b": 4.63, "gemma-4-31b": 30.7,
               "gemma-4-26b-a4b": 25.2}
 """Billions, as on the models' cards; of Gemma, Qwen3.5, MiniMax-M3 (428 with its tower) and Muse Glimmer the text

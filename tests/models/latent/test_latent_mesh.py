@@ -9,7 +9,7 @@ from decodax.models.families import read_config
 from tests.meshes import mesh_of, same_tokens, spread
 from tests.models.families.tiny_seeing import GLM5_NEXT
 from tests.models.latent.test_latent import CONFIG
-from tests.models.tiny import COMMON, HY4, LARGE
+from tests.models.tiny import COMMON, HY4, LARGE, LONGCAT
 
 pytestmark = pytest.mark.mesh
 
@@ -17,6 +17,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5], [9, 10, 11], [1, 2], [3, 4, 5, 6, 7]]
 SHARED = {**CONFIG, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"], "index_n_heads": 4,
           "index_head_dim": 12, "index_topk": 4}
 READ = {**COMMON, **LARGE, "model_type": "mistral_large4_text", "vocab_size": 61}
+SHORTCUTS = {**COMMON, **LONGCAT, "model_type": "longcat_flash", "vocab_size": 61}
 SINKS = {**COMMON, **HY4, "model_type": "hy_v4", "vocab_size": 61}
 GROUPS = {**COMMON, **GLM5_NEXT, "model_type": "glm5_next_text", "vocab_size": 61, "num_hidden_layers": 3,
           "layer_types": ["indexed_attention", "indexed_attention", "linear_attention"],
@@ -25,8 +26,8 @@ GROUPS = {**COMMON, **GLM5_NEXT, "model_type": "glm5_next_text", "vocab_size": 6
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("config", [CONFIG, SHARED, READ, SINKS, GROUPS],
-                         ids=["all", "chosen", "read", "sinks", "groups"])
+@pytest.mark.parametrize("config", [CONFIG, SHARED, READ, SINKS, GROUPS, SHORTCUTS],
+                         ids=["all", "chosen", "read", "sinks", "groups", "shortcuts"])
 def test_a_mesh_gives_the_tokens_of_one_device(kind, config):
     model = Transformer(read_config(config))
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, model.init_params(jax.random.key(0)))
