@@ -16,6 +16,14 @@ def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
             else _by_head(c, i, context) for i in c.attending]
 
 
+def places(c: DecoderConfig, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
+    """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache, whose first member has the entries of
+    the layers `attending`, the second one those of `others`."""
+    place = {(layer, other): (other, i) for other, some in ((False, attending), (True, others))
+             for i, layer in enumerate(some)}
+    return tuple(place[layer, recurrent or layer in c.summing] for layer, recurrent in c.entries)
+
+
 def _latent(c: DecoderConfig, i: int) -> KVLayer:
     """Returns the shape of a layer with latent attention: one head, whose keys are the values, too. A choice of keys
     takes the place of a bias."""

@@ -249,6 +249,12 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
     return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
 
 
+def deciding_names(family: str, present: Collection[str]) -> set[str]:
+    """Returns the tensors among `present` by whose names `names_of` tells the layouts of a family apart."""
+    ends = tuple(end for end, _ in FAMILY_NAMES.get(family, Names(LLAMA)).variants)
+    return {tensor for tensor in present if tensor.endswith(ends)} if ends else set()
+
+
 def unused_keys(family: str, config: DecoderConfig, present: Collection[str]) -> set[str]:
     """Returns the tensors among `present` of the keys and values of layers that attend to those of other layers. Some
     files have them."""
@@ -386,4 +392,4 @@ def stored_dtype(path: str, name: str) -> str:
     ('float32', 'bfloat16')
     """
     kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors")) or "_hc." in path
-    return "float32" if kept or (path.startswith("streams.") and path.count(".") == 1) else name
+    return "float32" if kept or re.fullmatch(r"(depths\.\d+\.)?streams\.\w+", path) else name

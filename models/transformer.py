@@ -34,7 +34,7 @@ from decodax.models.decoder import Decoder
 from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.images import Images, check_cache, images_of, no_images, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, named
-from decodax.models.kv_shapes import kv_layers
+from decodax.models.kv_shapes import kv_layers, places
 from decodax.models.latent.attention import Expanding
 from decodax.models.packed import Adapted, embedded, whole
 from decodax.models.recurrent.blocks import recurrent_states
@@ -116,7 +116,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         layers = kv_layers(c, self.context)
         made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
-            return PerLayer(base=made(), where=self._places(c.attending, c.recurrent),
+            return PerLayer(base=made(), where=places(c, c.attending, c.recurrent),
                             linear=recurrent_states(c, batch, capacity, dtype, given))
         if not c.summing:
             cache = made()
@@ -134,14 +134,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        return PerLayer(base=made(), linear=states, where=self._places(c.attending, c.summing))
-
-    def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
-        """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache."""
-        place = {(layer, other): (other, i) for other, some in ((False, attending), (True, others))
-                 for i, layer in enumerate(some)}
-        linear = self.config.summing
-        return tuple(place[layer, recurrent or layer in linear] for layer, recurrent in self.config.entries)
+        return PerLayer(base=made(), linear=states, where=places(c, c.attending, c.summing))
 
     @property
     def encodes(self) -> bool:
@@ -190,10 +183,11 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
             hidden, entries, layers = unpacked()
         else:
             hidden, entries, layers = packing.run(window.live, packed, unpacked)
+        layers, streams = layers[:len(c.layers)], (*layers[len(c.layers):], None)[0]
         if first is not None:
             entries = (*entries[:first], layers[first - 1])
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm,
-                   expect=network.expected if c.conditioned else None)
+                   expect=network.expected if c.conditioned else None, streams=streams)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()

@@ -42,6 +42,8 @@ class Out:
         norm: maps an element of `layers` to an input of `head` (the final norm).
         expect: maps probabilities `f[..., V]` to the expected embedding `f[..., D]`; None if the model has no
             self-conditioning.
+        streams: `f[B, W, n D]`, the residual streams of a model with hyper-connections after the last layer, before
+            they are joined; None for other models.
     """
 
     hidden: Array
@@ -50,16 +52,25 @@ class Out:
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
     expect: Callable[[Array], Array] | None = None
+    streams: Array | None = None
+
+    @property
+    def states(self) -> tuple[Array, ...] | None:
+        """Returns `layers`, followed by `streams` if there are some: what drafter heads read (`DraftHead.taps`)."""
+        return self.layers if self.streams is None else (*(self.layers or ()), self.streams)
 
     def rows(self, rows: Array) -> Out:
         """Returns the output for the rows `rows` (`i32[B']`)."""
-        parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.entries, self.layers))
-        return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
+        return self._each(lambda x: x[rows])
 
     def first(self, count: int) -> Out:
         """Returns the output for the first `count` nodes."""
-        parts = jax.tree.map(lambda x: x[:, :count], (self.hidden, self.entries, self.layers))
-        return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
+        return self._each(lambda x: x[:, :count])
+
+    def _each(self, change: Callable[[Array], Array]) -> Out:
+        """Returns the output with all its arrays replaced by `change(array)`."""
+        hidden, entries, layers, streams = jax.tree.map(change, (self.hidden, self.entries, self.layers, self.streams))
+        return dataclasses.replace(self, hidden=hidden, entries=entries, layers=layers, streams=streams)
 
     def logits(self, select: Array | None = None) -> Array:
         """Returns the logits at the window nodes `select` (`i32[B, W']`), or at all nodes: `f32[B, W', V]`."""
