@@ -19,7 +19,7 @@ LAYER = {
                     (r"self_attn\.sinks", "attn.attn_sink"), (r"self_attn", "attn"), (r"input_layernorm", "attn_norm"),
                     (r"post_attention_layernorm", "ffn_norm"), (r"gate\.e_score_correction_bias", "gate.bias"),
                     (r"mlp\.", "ffn."), (r"gate_proj", "w1"), (r"up_proj", "w3"), (r"down_proj", "w2"),
-                    (r"(attn|ffn)_hc\.", r"hc_\1_"), (r"\.hc_(fn|base|scale)$", r".hc_head_\1")),
+                    (r"(attn|ffn)_hc\.", r"hc_\1_"), (r"^hc_(fn|base|scale)$", r"hc_head_\1")),
 }
 
 # Of the target, as transformers writes it.
