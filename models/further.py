@@ -123,8 +123,8 @@ MINIMAX_M3 = FurtherLayers("{stem}mtp.layers.{index}.transformer_layer.", False,
     part: name.format(layer="{stem}mtp.layers.{index}.")
     for part, name in (INTO | {"norm.scale": "{layer}final_layernorm.weight"}).items()}, indexed=True)
 """MiniMax M3: a layer with an index and a mixture, which reads the hidden state after the final norm, and whose own one
-after `final_layernorm` takes its place, as in AMD's ATOM and NeMo AutoModel. vLLM's `minimax_m3` feeds back the one
-before that norm, and takes a zero for the first embedding; both give the same first draft but for that zero."""
+after `final_layernorm` takes its place, as in AMD's ATOM and NeMo AutoModel. vLLM's `MiniMaxM3MTP` takes a zero for the
+first embedding, and feeds back the state before that norm. rtp-llm reads the target's state before the final norm."""
 
 NEMOTRON = FurtherLayers("mtp.layers.{even}.", False, {**INTO, "norm.scale": "{second}final_layernorm.weight"},
                          second="mtp.layers.{odd}.")

@@ -19,6 +19,7 @@ from jax import Array
 from decodax.cache import KVLayer
 from decodax.models.biases import BeginsAt
 from decodax.models.blocks.attention import Attend
+from decodax.models.config import DecoderConfig
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.drafters.recurrent import RecurrentHead, RecurrentHeadNetwork
 
@@ -69,6 +70,9 @@ class DepthwiseHead(ModuleHead):
     @property
     def carries_state(self) -> bool:
         return True
+
+    def check_target(self, config: DecoderConfig) -> None:
+        self.layer.check_target(config)
 
     def module(self, rngs: nnx.Rngs) -> DepthwiseNetwork:
         return DepthwiseNetwork(self, rngs)

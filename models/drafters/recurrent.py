@@ -112,6 +112,12 @@ class RecurrentHead(ModuleHead):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(kv_layers(self.config, None))
 
+    def check_target(self, config: DecoderConfig) -> None:
+        have = config.streams.count if isinstance(config.streams, HyperConnections) else 1
+        if self.streams > 1 and self.streams != have:
+            raise ValueError(f"draft: got a head that reads {self.streams} residual streams, takes one for those of the "
+                             f"target, {have}")
+
     def init_cache(self, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Cache | None:
         c, base = self.config, super().init_cache(batch, capacity, dtype)
         if not c.recurrent:

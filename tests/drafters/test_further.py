@@ -57,7 +57,7 @@ ONE = [name for name in LAYOUTS if "two" not in name]
 
 
 @pytest.mark.wide(but=("glm4-moe", "qwen3.5"))
-@pytest.mark.parametrize("name", often(["glm4-moe", "deepseek-v3", "qwen3.5", "mimo"], ONE))
+@pytest.mark.parametrize("name", often(["glm4-moe", "deepseek-v3", "deepseek-v4", "qwen3.5", "mimo"], ONE))
 def test_first_drafts_are_those_of_transformers(case, name):
     own, ids = case(name), PROMPTS[0]
     drafter = load_drafter(own.path)

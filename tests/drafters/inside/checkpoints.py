@@ -66,7 +66,7 @@ LAYOUTS = {
                         "mlp_layer_types": ["sparse", "dense"]}, LING, None),
     "hy4": ("hy4", {"mlp_layer_types": ["sparse", "dense", "sparse"], "indexer_types": ["full", "full", "shared"]},
             HY4, None),
-    "minimax-m3": ("minimax-m3", {"mtp_layer_types": ["minimax_m3_sparse"]}, M3, None),
+    "minimax-m3": ("minimax-m3", {}, M3, None),
     "glm5-next": ("glm5-next", {}, GLM, None), "deepseek-v4": ("deepseek-v4", {}, V4, None),
     "deepseek-v4-two": ("deepseek-v4", {"num_mtp_layers": 2}, V4, None),
     "hy3": ("hy3", {}, HY3, None), "nemotron-h": ("nemotron-h", {}, NEMOTRON, None),
@@ -113,13 +113,15 @@ def released_layer_tables(tensors, count):
 
 
 class OneStream(torch.nn.Module):
-    """A layer of Hy4 or GLM-5.3 Flash, which have one without hyper-connections, in the place of an `MtpModel`."""
+    """A layer of Hy4 or GLM-5.3 Flash, which have one without hyper-connections, or of MiniMax M3, in the place of an
+    `MtpModel`."""
 
     def __init__(self, target, block, rotary):
         super().__init__()
         c = target.config.get_text_config()
         norm = lambda: type(block.input_layernorm)(c.hidden_size, eps=c.rms_norm_eps)
-        del block.attn_hc, block.ffn_hc
+        for part in {"attn_hc", "ffn_hc"} & set(dict(block.named_children())):
+            delattr(block, part)
         self.rotary, self.embed_tokens = rotary, target.get_input_embeddings()
         self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({
             "enorm": norm(), "hnorm": norm(), "post_norm": norm(), "mtp_block": block,
@@ -133,7 +135,7 @@ class OneStream(torch.nn.Module):
             seen = dict(attention_mask=torch.ones((1, size), dtype=torch.bool))
         else:
             seen = dict(attention_mask=torch.full((size, size), -torch.inf).triu(1)[None, None],
-                        position_embeddings=self.rotary(x, position_ids=where))
+                        position_embeddings=self.rotary(x, position_ids=where), position_ids=where)
         x = x + block.self_attn(hidden_states=block.input_layernorm(x), **seen)[0]
         return one["post_norm"](x + block.mlp(block.post_attention_layernorm(x)))
 
@@ -177,6 +179,8 @@ def layer_of(name, target, count):
     if name == "hy4":
         return OneStream(target, block("hy4", 0, mlp_layer_types=["sparse", "dense", "sparse"]),
                          target.get_decoder().rotary_emb)
+    if name == "minimax-m3":
+        return OneStream(target, block("minimax-m3", 0), target.get_decoder().rotary_emb)
     if name == "glm5-next":
         return OneStream(target, block("glm5-next", 1), None)
     if name.startswith("deepseek-v4"):
