@@ -115,8 +115,8 @@ class RecurrentHead(ModuleHead):
     def check_target(self, config: DecoderConfig) -> None:
         have = config.streams.count if isinstance(config.streams, HyperConnections) else 1
         if self.streams > 1 and self.streams != have:
-            raise ValueError(f"draft: got a head that reads {self.streams} residual streams, takes one for those of the "
-                             f"target, {have}")
+            raise ValueError(f"draft: got a head that reads {self.streams} residual streams, takes one for those of "
+                             f"the target, {have}")
 
     def init_cache(self, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Cache | None:
         c, base = self.config, super().init_cache(batch, capacity, dtype)
