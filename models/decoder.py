@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
-            after each layer.
+            after each layer; with hyper-connections, all streams after the last layer follow, `f[B, W, n D]`.
         """
         tables = self.tables(positions, context, inputs, images)
         tables["canvas"] = None if canvas is None else canvas.inside
@@ -116,6 +116,8 @@ class Decoder(nnx.Module):
             states.append(x if self.streams is None else self.streams.shown(x))
         if echoes is not None:
             entries = echoes.entries(entries)
+        if isinstance(self.streams, HyperEnds):
+            states.append(x.reshape(*x.shape[:2], -1))
         x = x if self.streams is None else self.streams.join(x)
         return optional(self.norm, x), tuple(entries), tuple(states)
 

@@ -26,7 +26,8 @@ from jax import Array, lax
 
 from decodax.core.loaded import Loaded
 from decodax.models.blocks.options import in_chunks
-from decodax.models.config import DecoderConfig, decoder_of, with_config
+from decodax.models.changes import decoder_of, with_config
+from decodax.models.config import DecoderConfig
 from decodax.models.rope import Chunks, Rope
 from decodax.pallas_kernels.window_attention import Added, FixedBias
 

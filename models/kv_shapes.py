@@ -16,6 +16,13 @@ def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
             else _by_head(c, i, context) for i in c.attending]
 
 
+def places(c: DecoderConfig) -> tuple[tuple[bool, int], ...]:
+    """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache: False and the index among the layers
+    with keys and values, or True and the index among those with states."""
+    others = [part > 0 or layer in c.summing for layer, part in c.entries]
+    return tuple((other, others[:i].count(other)) for i, other in enumerate(others))
+
+
 def _latent(c: DecoderConfig, i: int) -> KVLayer:
     """Returns the shape of a layer with latent attention: one head, whose keys are the values, too. A choice of keys
     takes the place of a bias."""

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from decodax.cache import LinearRule
 from decodax.core.loaded import Loaded
 from decodax.models.blocks.options import Layer
-from decodax.models.config import DecoderConfig, decoder_of, with_config
+from decodax.models.changes import decoder_of, with_config
+from decodax.models.config import DecoderConfig
 
 Weights = dict[str, Any]
 

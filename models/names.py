@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from decodax.models.blocks.names import NAMES as BLOCKS
-from decodax.models.compressed.names import HYPER
 from decodax.models.compressed.names import NAMES as DEEPSEEK_V4
 from decodax.models.config import DecoderConfig
 from decodax.models.latent.names import NAMES as MLA
@@ -255,6 +254,12 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
     return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
 
 
+def deciding_names(family: str, present: Collection[str]) -> set[str]:
+    """Returns the tensors among `present` by whose names `names_of` tells the layouts of a family apart."""
+    ends = tuple(end for end, _ in FAMILY_NAMES.get(family, Names(LLAMA)).variants)
+    return {tensor for tensor in present if tensor.endswith(ends)} if ends else set()
+
+
 def unused_tensors(family: str, config: DecoderConfig, present: Collection[str]) -> set[str]:
     """Returns the tensors among `present` that some files have and nothing reads: the keys and values of layers that
     attend to those of other layers, and the projections of experts that compute nothing."""
@@ -382,18 +387,3 @@ def flatten(tree: Weights) -> dict[str, Any]:
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Packed | Adapted))
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
-
-
-def stored_dtype(path: str, name: str) -> str:
-    """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
-
-    A correction of experts' scores decides between nearly equal ones, errors of a recurrence's decays, of rotary
-    frequencies and of the shares of hyper-connections add up, and a table of experts has whole numbers. They stay
-    float32, as in published files.
-
-    >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
-    ('float32', 'bfloat16')
-    """
-    kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors", *(
-        f"_hc.{part}" for part in HYPER)))
-    return "float32" if kept or (path.startswith("streams.") and path.count(".") == 1) else name

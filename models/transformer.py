@@ -34,7 +34,7 @@ from decodax.models.decoder import Decoder
 from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.images import Images, check_cache, check_tokens, images_of, no_images, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, named
-from decodax.models.kv_shapes import kv_layers
+from decodax.models.kv_shapes import kv_layers, places
 from decodax.models.latent.attention import Expanding
 from decodax.models.layers import optional
 from decodax.models.packed import Adapted, embedded, whole
@@ -114,7 +114,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
         layers = kv_layers(c, self.context)
         made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
-            return PerLayer(base=made(), where=self._places(),
+            return PerLayer(base=made(), where=places(c),
                             linear=recurrent_states(c, batch, capacity, dtype, given))
         if not c.summing:
             cache = made()
@@ -132,12 +132,7 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        return PerLayer(base=made(), linear=states, where=self._places())
-
-    def _places(self) -> tuple[tuple[bool, int], ...]:
-        """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache."""
-        others = [part > 0 or layer in self.config.summing for layer, part in self.config.entries]
-        return tuple((other, others[:i].count(other)) for i, other in enumerate(others))
+        return PerLayer(base=made(), linear=states, where=places(c))
 
     @property
     def encodes(self) -> bool:
@@ -186,10 +181,11 @@ class Transformer(LayeredModel, RandomWeights, ReadsInPart, ReadsText):
             hidden, entries, layers = unpacked()
         else:
             hidden, entries, layers = packing.run(window.live, packed, unpacked)
+        layers, streams = layers[:len(c.layers)], (*layers[len(c.layers):], None)[0]
         if first is not None:
             entries = (*entries[:first], layers[first - 1])
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm,
-                   expect=network.expected if c.conditioned else None)
+                   expect=network.expected if c.conditioned else None, streams=streams)
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()

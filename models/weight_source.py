@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from jax import Array
+
+from decodax.models.compressed.names import HYPER
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
                       "_forward_module", "base_layer"})
@@ -150,3 +153,18 @@ def is_table(path: str) -> bool:
 def kernel_of(path: str, weight: Array) -> Array:
     """Returns a weight as a kernel `f[..., K, N]`; an embedding table is transposed."""
     return weight.T if path == "embed" else weight
+
+
+def stored_dtype(path: str, name: str) -> str:
+    """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
+
+    A correction of experts' scores decides between nearly equal ones, errors of a recurrence's decays, of rotary
+    frequencies and of the shares of hyper-connections add up, and a table of experts has whole numbers. They stay
+    float32, as in published files.
+
+    >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
+    ('float32', 'bfloat16')
+    """
+    kept = path.endswith((".correction", ".A_log", ".dt_bias", ".hashed", "rope_factors", *(
+        f"_hc.{part}" for part in HYPER)))
+    return "float32" if kept or re.fullmatch(r"(depths\.\d+\.)?streams\.\w+", path) else name

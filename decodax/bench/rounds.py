@@ -142,7 +142,7 @@ def _bare_head(model: Transformer, head: Any, width: int, params: Params, token:
         i, token, length, cache, state = carry
         pairs = causal(jnp.repeat(token[:, None], width, 1), length)
         if width > 1:               # verified tokens, whose states come from the target's features
-            features = jnp.broadcast_to(state[:, :1, :1], (*pairs.tokens.shape, taps * head.target_width))
+            features = jnp.broadcast_to(state[:, :1, :1], (*pairs.tokens.shape, taps * head.tap_width))
             state = head.enter(weights, features)
         step = head.step(weights, pairs.tokens, lambda x: embeddings(model, params.target, x), state, pairs.positions,
                          0, lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, pairs, **options))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Cache, CacheConfig, Entries
+from decodax.core.cache import Cache, Entries
 from decodax.core.record import Record
 from decodax.core.window import Window, take
 
@@ -42,6 +42,8 @@ class Out:
         norm: maps an element of `layers` to an input of `head` (the final norm).
         expect: maps probabilities `f[..., V]` to the expected embedding `f[..., D]`; None if the model has no
             self-conditioning.
+        streams: `f[B, W, n D]`, the residual streams of a model with hyper-connections after the last layer, before
+            they are joined; None for other models.
     """
 
     hidden: Array
@@ -50,16 +52,25 @@ class Out:
     layers: tuple[Array, ...] | None = None
     norm: Callable[[Array], Array] | None = None
     expect: Callable[[Array], Array] | None = None
+    streams: Array | None = None
+
+    @property
+    def states(self) -> tuple[Array, ...] | None:
+        """Returns `layers`, followed by `streams` if there are some: what drafter heads read (`DraftHead.taps`)."""
+        return self.layers if self.streams is None else (*(self.layers or ()), self.streams)
 
     def rows(self, rows: Array) -> Out:
         """Returns the output for the rows `rows` (`i32[B']`)."""
-        parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.entries, self.layers))
-        return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
+        return self._each(lambda x: x[rows])
 
     def first(self, count: int) -> Out:
         """Returns the output for the first `count` nodes."""
-        parts = jax.tree.map(lambda x: x[:, :count], (self.hidden, self.entries, self.layers))
-        return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
+        return self._each(lambda x: x[:, :count])
+
+    def _each(self, change: Callable[[Array], Array]) -> Out:
+        """Returns the output with all its arrays replaced by `change(array)`."""
+        hidden, entries, layers, streams = jax.tree.map(change, (self.hidden, self.entries, self.layers, self.streams))
+        return dataclasses.replace(self, hidden=hidden, entries=entries, layers=layers, streams=streams)
 
     def logits(self, select: Array | None = None) -> Array:
         """Returns the logits at the window nodes `select` (`i32[B, W']`), or at all nodes: `f32[B, W', V]`."""
@@ -381,18 +392,3 @@ def wrap_cache(model: Model, wrap: Callable[[CacheKind], CacheKind]) -> Model:
     if (kind := model.cache_kind) is None:
         raise ValueError(f"cache: {type(model).__name__} has a cache of its own, beside which no other kind can be")
     return model.with_cache(wrap(kind))
-
-
-def fit_cache(model: Model, new: int) -> Model:
-    """Returns the model with caches sized for at most `new` tokens after the prompt (`CacheConfig.with_length`);
-    the same object if nothing changes."""
-    kind = model.cache_kind
-    if not isinstance(kind, CacheConfig) or (fitted := kind.with_length(new)) == kind:
-        return model
-    return model.with_cache(fitted)
-
-
-def read_beyond(model: Model, longest: int) -> int:
-    """Returns the number of extra positions on which the model is run after a prompt of `longest` tokens
-    (`CacheConfig.beyond`)."""
-    return kind.beyond(longest) if isinstance(kind := model.cache_kind, CacheConfig) else 0

@@ -15,10 +15,11 @@ from decodax.common.registry import Configured
 from decodax.common.struct import Struct, short, struct
 from decodax.core import drivers
 from decodax.core.algorithm import Algorithm, check_policy, name_of
+from decodax.core.fitting import fit_cache
 from decodax.core.memory import afford, bucket
 from decodax.core.round import run, step
 from decodax.core.state import State
-from decodax.core.types import CacheKind, Model, Params, fit_cache
+from decodax.core.types import CacheKind, Model, Params
 from decodax.engine.methods import method_on, model
 from decodax.io.load import LM
 from decodax.sampling import Policy

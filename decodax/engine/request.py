@@ -21,9 +21,9 @@ from decodax.common.arguments import flag, is_whole, outside, positive, shown, w
 from decodax.common.struct import short
 from decodax.constraints import languages as constraints
 from decodax.core.algorithm import Algorithm, answering, check_policy, name_of, prefill_observer, refuse
+from decodax.core.fitting import fit_cache, read_beyond
 from decodax.core.memory import afford, bucket, check_context, power
 from decodax.core.stops import stop_strings
-from decodax.core.types import fit_cache, read_beyond
 from decodax.engine import searches
 from decodax.engine.config import Config
 from decodax.engine.lengths import (

@@ -44,7 +44,6 @@ from decodax.models.names import (
     head_tensor,
     layers_in,
     sources,
-    stored_dtype,
     unused_tensors,
 )
 from decodax.models.recurrent.mamba import Mamba, read_mamba
@@ -57,7 +56,7 @@ from decodax.models.recurrent.rwkv7 import sources as rwkv7_sources
 from decodax.models.recurrent.rwkv_x import RwkvX, read_rwkv_x
 from decodax.models.recurrent.rwkv_x import sources as rwkv_x_sources
 from decodax.models.transformer import Transformer, Weights
-from decodax.models.weight_source import WeightSource, nested
+from decodax.models.weight_source import WeightSource, nested, stored_dtype
 
 ROUNDED = "rounded_states"
 """Key in config.json: True for a Mamba-2 of `decodax.models.formats.quamba2`, with 8-bit activations and states."""

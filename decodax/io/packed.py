@@ -23,9 +23,8 @@ from decodax.io import huge_pages
 from decodax.io.arrays import ArrayReader
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS, Format
-from decodax.models.names import stored_dtype
 from decodax.models.packed import Packed, by_expert, for_platform
-from decodax.models.weight_source import is_table, plain
+from decodax.models.weight_source import is_table, plain, stored_dtype
 
 ENTRY = "packed_weights"
 """Key in config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""

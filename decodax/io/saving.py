@@ -20,12 +20,13 @@ from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.models.families import family_of, read_config, text_part
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.names import flatten, sources, stored_dtype
+from decodax.models.names import flatten, sources
 from decodax.models.packed import Packed
 from decodax.models.recurrent.mamba2 import Mamba2, entries_of
 from decodax.models.recurrent.mamba2 import sources as mamba2_sources
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
+from decodax.models.weight_source import stored_dtype
 
 
 def save_model(directory: str | os.PathLike[str], model: Transformer, params: Weights,

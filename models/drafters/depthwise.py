@@ -19,6 +19,7 @@ from jax import Array
 from decodax.cache import KVLayer
 from decodax.models.biases import BeginsAt
 from decodax.models.blocks.attention import Attend
+from decodax.models.config import DecoderConfig
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.drafters.recurrent import RecurrentHead, RecurrentHeadNetwork
 
@@ -42,6 +43,9 @@ class DepthwiseHead(ModuleHead):
     def __post_init__(self) -> None:
         if self.count < 2:
             raise ValueError(f"count: got {self.count}, takes 2 or more layers")
+        if any(own.chooses for own in self.layer.kv_layers):
+            raise ValueError("layer: got one whose queries choose the tokens that they attend to, takes another for "
+                             f"count = {self.count}, of which the later ones leave out the first tokens of a text")
 
     @property
     def own_head(self) -> bool:
@@ -50,6 +54,10 @@ class DepthwiseHead(ModuleHead):
     @property
     def target_width(self) -> int:
         return self.layer.target_width
+
+    @property
+    def tap_width(self) -> int:
+        return self.layer.tap_width
 
     @property
     def state_width(self) -> int:
@@ -62,6 +70,9 @@ class DepthwiseHead(ModuleHead):
     @property
     def carries_state(self) -> bool:
         return True
+
+    def check_target(self, config: DecoderConfig) -> None:
+        self.layer.check_target(config)
 
     def module(self, rngs: nnx.Rngs) -> DepthwiseNetwork:
         return DepthwiseNetwork(self, rngs)

@@ -55,8 +55,9 @@ class DraftHead(abc.ABC):
     weights are arguments.
 
     Attributes:
-        taps: indices of the target's layers, from 0, whose outputs are concatenated to a feature; empty: the feature is
-            the hidden state after the final norm.
+        taps: indices of the target's layers, from 0, whose outputs are concatenated to a feature; the number of layers
+            stands for all residual streams after the last one (hyper-connections). Empty: the feature is the hidden
+            state after the final norm.
         vocab: number of logits of the head.
         own_head: True if the head has a vocabulary matrix, False if it uses the target's.
     """
@@ -73,6 +74,11 @@ class DraftHead(abc.ABC):
     @abc.abstractmethod
     def target_width(self) -> int:
         """Width `D` of the target's hidden states."""
+
+    @property
+    def tap_width(self) -> int:
+        """Width of each of the target's states that are concatenated to a feature."""
+        return self.target_width
 
     @property
     @abc.abstractmethod
@@ -131,7 +137,7 @@ class DraftHead(abc.ABC):
 
         Args:
             hidden: `f[B, W, D]`, the hidden states after the final norm.
-            layers: `f[B, W, D]`, the output of each layer.
+            layers: `f[B, W, D]`, the output of each layer, and perhaps the residual streams; see `Out.states`.
 
         Raises:
             ValueError: the target does not return the outputs of its layers, or has too few.

@@ -1,8 +1,8 @@
 """Recurrent heads: decoder layers that read a feature and the next token's embedding, and feed their output back.
 
 EAGLE (Li et al., 2024), EAGLE-3 (Li et al., 2025), HASS (Zhang et al., 2024) and the layers for multi-token prediction
-of DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo and ERNIE-4.5 are settings of one network. They differ in how the two inputs
-are fused, which norms there are, and whether the state that is fed back has passed the final norm.
+of DeepSeek-V3 and V4, GLM-4.5, Qwen3-Next, MiMo, ERNIE-4.5 and others are settings of one network. They differ in how
+the two inputs are fused, which norms there are, and whether the state that is fed back has passed the final norm.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.cache import KVLayer
+from decodax.cache import KVLayer, PerLayer
+from decodax.core.cache import Cache
 from decodax.models.blocks.attention import Attend, Attention
 from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.drafters.prefixed import rope_tables
-from decodax.models.kv_shapes import kv_layers
+from decodax.models.kv_shapes import kv_layers, places
 from decodax.models.layers import STD, Linear, Norm, optional, weight
 from decodax.models.packed import embedded
+from decodax.models.recurrent.blocks import recurrent_states
+from decodax.models.residual.hyper_connections import HyperEnds
+from decodax.models.residual.options import HyperConnections
 
 Fuse = Literal["fc", "attention", "norms"]
 
@@ -39,7 +44,9 @@ class RecurrentHead(ModuleHead):
         feature_width: width of one of the target's layers; None: `config.width`.
         fuse: "fc": a linear layer over embedding and state (EAGLE). "attention": queries, keys and values of the first
             layer are computed from both, each after a norm, and the state alone is the residual stream (EAGLE-3).
-            "norms": a linear layer over both, each after a norm (multi-token prediction).
+            "norms": a linear layer over both, each after a norm (multi-token prediction). With several residual streams
+            (`config.streams`, DeepSeek V4) it is one layer for the embedding and one for each stream of the state,
+            whose results are added; the state has all streams, before they are joined.
         hidden_first: True if the linear layer reads the state before the embedding (MiMo).
         bias: True adds a bias to that linear layer.
         tap_norm: norm of the features before they are projected to a state: of all together, of each layer's, or None.
@@ -74,22 +81,49 @@ class RecurrentHead(ModuleHead):
     def __post_init__(self) -> None:
         if self.vocab != self.config.vocab:
             raise ValueError(f"vocab: got {self.vocab}, takes that of config, {self.config.vocab}")
+        if self.streams > 1:
+            if self.fuse != "norms" or self.feeds_back != "after norm" or self.hidden_first or self.project:
+                raise ValueError(f"config: got several residual streams with fuse = {self.fuse!r}, takes 'norms', a "
+                                 "linear layer for each of embedding and state, and features as they are")
+            return
         wide = max(len(self.taps), 1) * (self.feature_width or self.config.width)
         if not self.project and wide != self.config.width:
             raise ValueError(f"project: got False for features of width {wide}, takes True if the width of the state, "
                              f"{self.config.width}, is another one")
 
     @property
+    def streams(self) -> int:
+        """Number of residual streams of a layer."""
+        return self.config.streams.count if isinstance(self.config.streams, HyperConnections) else 1
+
+    @property
     def target_width(self) -> int:
         return self.feature_width or self.config.width
 
     @property
+    def tap_width(self) -> int:
+        return self.target_width * self.streams
+
+    @property
     def state_width(self) -> int:
-        return self.config.width
+        return self.config.width * self.streams
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(kv_layers(self.config, None))
+
+    def check_target(self, config: DecoderConfig) -> None:
+        have = config.streams.count if isinstance(config.streams, HyperConnections) else 1
+        if self.streams > 1 and self.streams != have:
+            raise ValueError(f"draft: got a head that reads {self.streams} residual streams, takes one for those of "
+                             f"the target, {have}")
+
+    def init_cache(self, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Cache | None:
+        c, base = self.config, super().init_cache(batch, capacity, dtype)
+        if not c.recurrent:
+            return base
+        return PerLayer(base=base, linear=recurrent_states(c, batch, capacity, jnp.dtype(dtype), None),
+                        where=places(c))
 
     def module(self, rngs: nnx.Rngs) -> RecurrentHeadNetwork:
         return RecurrentHeadNetwork(self, rngs)
@@ -121,7 +155,11 @@ class RecurrentHeadNetwork(nnx.Module):
         wide = h.embedding_width or c.width
         self.embed_norm = None if h.fuse == "fc" else norm(wide)
         self.state_norm = None if h.fuse == "fc" else norm(c.width)
-        self.fc = None if h.fuse == "attention" else Linear(rngs, (wide + c.width, c.width), (None, "embed"), h.bias)
+        into = lambda width: Linear(rngs, (width, c.width), (None, "embed"), h.bias)
+        several = h.streams > 1
+        self.fc = None if h.fuse == "attention" or several else into(wide + c.width)
+        self.embed_fc, self.state_fc = (into(wide), into(c.width)) if several else (None, None)
+        self.streams = HyperEnds(c, rngs) if several else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         first = self.layers["0"]
         if h.fuse == "attention":
@@ -154,18 +192,26 @@ class RecurrentHeadNetwork(nnx.Module):
         if h.drop_first:
             tokens = jnp.where(positions[..., None] == 0, 0, tokens)
         tables = rope_tables(c, positions)
-        a, b = optional(self.embed_norm, tokens), optional(self.state_norm, state)
-        both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
-        entries, x = [], state if self.fc is None else self.fc(both)
+        state = state if self.streams is None else state.reshape(*state.shape[:2], h.streams, c.width)
+        a, b, entries = optional(self.embed_norm, tokens), optional(self.state_norm, state), list[Any]()
+        if self.embed_fc is not None and self.state_fc is not None:
+            both, x = a, self.embed_fc(a)[:, :, None] + self.state_fc(b)
+        else:
+            both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
+            x = state if self.fc is None else self.fc(both)
+        attend = attend if not c.recurrent else _numbered(c, attend)
         for i in range(len(c.layers)):
             layer: Any = self.layers[str(i)]
-            if i == 0 and self.fc is None:
+            if i == 0 and h.fuse == "attention":
                 branch, entry = layer.attn(0, both, tables, attend)
                 x = (b if h.norm_residual else state) + branch
                 x = x + layer.mlp_half(x)
             else:
                 x, entry = layer(i, x, tables, attend)
-            entries.append(entry)
+            entries += entry if c.layers[i].beside else [entry]
+        if self.streams is not None:
+            return HeadStep(hidden=optional(self.norm, self.streams.join(x)), state=x.reshape(*x.shape[:2], -1),
+                            entries=tuple(entries))
         hidden = optional(self.norm, x)
         return HeadStep(hidden=hidden, state=hidden if h.feeds_back == "after norm" else x, entries=tuple(entries))
 
@@ -173,3 +219,10 @@ class RecurrentHeadNetwork(nnx.Module):
         """Returns logits `f32[..., vocab]` of hidden states `f[..., d]`, by the head's own vocabulary matrix."""
         assert self.lm_head is not None
         return self.lm_head(hidden).astype(jnp.float32)
+
+
+def _numbered(c: DecoderConfig, attend: Attend) -> Attend:
+    """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a cache's
+    entries: a layer with pooled index keys has two."""
+    place = {entry: number for number, entry in enumerate(c.entries)}
+    return lambda layer, q, k, v, **options: attend(place[layer, "walk" in options], q, k, v, **options)

@@ -16,7 +16,7 @@ from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.prefill.propagation import Decoupled
 from decodax.common.registry import CACHES
-from decodax.core.types import fit_cache
+from decodax.core.fitting import fit_cache
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.models import Transformer

@@ -27,7 +27,7 @@ from decodax.caches.quantize.aqua_kv import Predictors
 from decodax.caches.quantize.kivi import KIVICodec
 from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.common.registry import CACHES
-from decodax.core.types import fit_cache
+from decodax.core.fitting import fit_cache
 from decodax.io.load import LM
 from decodax.models import Transformer, cla, llama
 from decodax.train import (

@@ -157,10 +157,10 @@ class _Target(AroundModel):
 
         def forward() -> tuple[Any, ...]:
             out = self.base.apply(params, window, cache)
-            return out.hidden, out.entries, out.layers
+            return out.hidden, out.entries, out.layers, out.streams
 
-        hidden, entries, layers = _only(TARGET, forward)
-        return dataclasses.replace(beside, hidden=hidden, entries=entries, layers=layers)
+        hidden, entries, layers, streams = _only(TARGET, forward)
+        return dataclasses.replace(beside, hidden=hidden, entries=entries, layers=layers, streams=streams)
 
 
 def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:

@@ -23,9 +23,10 @@ from decodax.common.axes import DATA, EXPERT, MODEL, by_axes, over, replicas
 from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
 from decodax.core.drivers import advance, commit_prompts
+from decodax.core.fitting import fit_cache
 from decodax.core.mesh import heads
 from decodax.core.start import init_state
-from decodax.core.types import Params, fit_cache
+from decodax.core.types import Params
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.io.packed import layout

@@ -284,7 +284,8 @@ class Rereading(Readout):
         rows, first = cache.rows(window), lambda x: x[:, :window.width]
         out = self.base.apply(params, rows.nodes, _ReadsRows(cache, window, rows))      # type: ignore[arg-type]
         return dataclasses.replace(out, hidden=first(out.hidden),
-                                   layers=None if out.layers is None else tuple(map(first, out.layers)))
+                                   layers=None if out.layers is None else tuple(map(first, out.layers)),
+                                   streams=None if out.streams is None else first(out.streams))
 
 
 @CACHES.register("retro-attention", "Retrospective Sparse Attention for Efficient Long-Context Generation",

@@ -106,7 +106,9 @@ class TrainedDrafter:
         if width != self.head.target_width:
             raise ValueError(f"draft: {self.name!r} reads hidden states of width {self.head.target_width}, and those "
                              f"of {target.name!r} have {width}; takes a drafter that was trained for this target")
-        if self.head.taps and max(self.head.taps) >= layers:
+        # All residual streams follow the layers; see `DraftHead.taps`.
+        known = layers + (self.head.tap_width > self.head.target_width)
+        if self.head.taps and max(self.head.taps) >= known:
             raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
                              f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
         self.head.check_target(target.model.config)

@@ -22,6 +22,7 @@ from decodax.io.quantised.tensors import TensorReader
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.io.weights import Loader
 from decodax.models.blocks.options import Layer
+from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.recurrent import RecurrentHead
@@ -29,6 +30,7 @@ from decodax.models.families import FAMILIES, family_of, read_config, text_part
 from decodax.models.further import FURTHER, SPECULATORS, TUNED, FurtherLayers
 from decodax.models.names import (
     as_stored,
+    deciding_names,
     embeddings,
     flatten,
     further_layers,
@@ -36,9 +38,8 @@ from decodax.models.names import (
     layers_in,
     names_of,
     sources,
-    stored_dtype,
 )
-from decodax.models.weight_source import WeightSource
+from decodax.models.weight_source import WeightSource, stored_dtype
 
 
 def further_in(path: Path, config: Mapping[str, Any]) -> list[str]:
@@ -115,13 +116,19 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     with TensorReader(files) as file:
         own = {part for each in places for part, name in copied.items() if (copy := each.around.get(part)) is not None
                and copy in file and not (name in file and file.equal(copy, name))}
-    kind = kind_of(decoder, rule, any("experts." in name for name in found))
-    one = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms",
-                        config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
+    kind = kind_of(decoder, rule, any("experts." in name for name in found)) if not rule.entries else (
+        read_config({**text_part(dict(config)), **rule.entries}).layers[0])
+    streams = None if rule.one_stream else decoder.streams
+    taps = (depth,) if streams is not None else (depth - 1,) if rule.before_norm else ()
+    one = RecurrentHead(taps, decoder.vocab, fuse="norms",
+                        config=dataclasses.replace(decoder, layers=(kind,), streams=streams, head_bias=False),
                         hidden_first=rule.hidden_first, drop_first=rule.drop_first, final_norm="norm.scale" in
                         rule.around, own_table="embed" in own, own_head="lm_head.kernel" in own,
                         feeds_back="before norm" if rule.feeds_before else "after norm")
-    head = one if len(places) == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=len(places))
+    try:
+        head = one if len(places) == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=len(places))
+    except ValueError as e:
+        raise CheckpointError(f"{path}: holds {len(places)} layers that predict further tokens: {e}") from None
     where = {f"{f'depths.{i}.' if len(places) > 1 else ''}{inside}": source for i, each in enumerate(places)
              for inside, source in _sources(one, family, rule, each, files).items()}
     copies = {each.around[part] for each in places for part in copied if part in each.around and part not in own}
@@ -174,14 +181,20 @@ def kind_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool) -> Layer
         rule: the family's rule.
         experts: True if the layer has experts, False if its MLP is dense.
     """
-    last = next(layer for layer in reversed(decoder.layers) if layer.recurrent is None and layer.half != "mlp" and (
-        layer.sliding is not None or not rule.sliding))
+    def attends(layer: Layer) -> bool:
+        """True for layers with attention that choose tokens themselves, if they choose any."""
+        shares = layer.latent is not None and layer.latent.indexer is not None and layer.latent.indexer.shared
+        return layer.half != "mlp" and not shares and (layer.recurrent is None or isinstance(layer.recurrent, Pooling))
+
+    last = next(layer for layer in reversed(decoder.layers) if attends(layer) and (
+        layer.sliding is not None or not rule.sliding) and (layer.index is not None or not rule.indexed))
     if last.half is not None:       # the other half is a layer of its own
         other = next(layer for layer in reversed(decoder.layers) if layer.half == "mlp" and (
             layer.experts is not None) == experts)
         return dataclasses.replace(last, half=None, experts=other.experts, mlp=other.mlp)
     last = dataclasses.replace(last, glu=None) if rule.unclipped else last
-    return last if experts else dataclasses.replace(last, experts=None)
+    mixtures = (layer.experts for layer in reversed(decoder.layers) if layer.experts is not None)
+    return dataclasses.replace(last, experts=(last.experts or next(mixtures, None)) if experts else None)
 
 
 def _loaded(files: Files, scheme: Scheme | None, where: dict[str, WeightSource], shapes: Any, spare: set[str],
@@ -215,9 +228,11 @@ def _sources(head: RecurrentHead, family: str, rule: FurtherLayers, place: Place
              ) -> dict[str, WeightSource]:
     """Returns the tensors of each weight of one layer."""
     shapes = head.abstract_params()
-    # To its family the layer is the only one of a decoder.
-    table = embeddings(family)[0]
-    within = f"{names_of(family, {table}).stem}layers.0."
+    # To its family the layer is the only one of a decoder, in the same layout.
+    known = embeddings(family)
+    table = next((name for name in known if name in files.home), known[0])
+    layout = deciding_names(family, files.home)
+    within = f"{names_of(family, {table, *layout}).stem}layers.0."
 
     def stored(path: str, name: str) -> str:
         inner = name.removeprefix(within)
@@ -228,7 +243,8 @@ def _sources(head: RecurrentHead, family: str, rule: FurtherLayers, place: Place
     here = [f"{within}{name.removeprefix(first)}" for first in (place.first, place.second) for name in files.home
             if name.startswith(first)]
     block = {path: dataclasses.replace(source, tensors=tuple(stored(path, name) for name in source.tensors))
-             for path, source in sources(family, head.config, {"layers": shapes["layers"]}, {table, *here}).items()}
+             for path, source in sources(
+                 family, head.config, {"layers": shapes["layers"]}, {table, *here, *layout}).items()}
     block = as_stored(block, lambda name: tuple(files.slice(name).get_shape()) if name in files.home else ())
     for path, leaf in flatten(shapes).items():
         if path not in block:

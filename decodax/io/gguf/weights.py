@@ -26,8 +26,9 @@ from decodax.models.formats import Format, kernels, native
 from decodax.models.formats.ggml import TYPES, unpack
 from decodax.models.formats.mxfp4 import unpack as unpack_mxfp4
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import flatten, stored_dtype
+from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from decodax.models.weight_source import stored_dtype
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of tensors of floats."""

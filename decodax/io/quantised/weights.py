@@ -25,9 +25,9 @@ from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats import kernels
 from decodax.models.formats.published import InputsPermuted
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import flatten, stored_dtype
+from decodax.models.names import flatten
 from decodax.models.packed import Packed
-from decodax.models.weight_source import Columns, WeightSource, is_table
+from decodax.models.weight_source import Columns, WeightSource, is_table, stored_dtype
 
 CHUNK = 1 << 20
 """Number of weights that are unpacked at a time."""

@@ -48,7 +48,7 @@ def target_states(target: Any, head: DraftHead, weights: Tree, tokens: Array,
     `f32[B, T, V]`."""
     out = target.apply(cast(weights, dtype), causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)),
                        target.init_cache(tokens.shape[0], 0))
-    return out.hidden, head.features(out.hidden, out.layers), out.logits
+    return out.hidden, head.features(out.hidden, out.states), out.logits
 
 
 def target_outputs(target: Any, head: DraftHead, weights: Tree, tokens: Array, dtype: str) -> tuple[Array, Array]:

@@ -102,7 +102,7 @@ def _put(unread: Unread, forms: tuple[Any, ...], slot: Array, out: Out) -> tuple
     def put(held: Array, form: Any) -> Array:
         hidden, layers = form
         parts = [] if hidden.shape[-1] == 0 else [out.hidden]
-        parts += [new for x, new in zip(layers or (), out.layers or (), strict=False) if x is not None]
+        parts += [new for x, new in zip(layers or (), out.states or (), strict=False) if x is not None]
         if not parts:
             return held
         new = jnp.concatenate([part[:, :width].astype(held.dtype) for part in parts], -1)
@@ -133,5 +133,5 @@ def after_reading(unread: Unread, index: int, form: Any, drafter: Any, params: P
     hidden, layers = jax.tree.unflatten(structure, jnp.split(held, ends, -1))
     live = (order < unread.count[:, None]) & (positions < s.length[:, None] - 1) & s.running[:, None]
     tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
-    past = dataclasses.replace(out, hidden=hidden, layers=layers, entries=())
+    past = dataclasses.replace(out, hidden=hidden, layers=layers, streams=None, entries=())
     return drafter.observe(params, s, causal(tokens, unread.start, live), past, None, state)

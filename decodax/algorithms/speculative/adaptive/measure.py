@@ -22,9 +22,10 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
 from decodax.core.algorithm import variants
+from decodax.core.fitting import fit_cache
 from decodax.core.memory import bucket, power
 from decodax.core.target import for_target
-from decodax.core.types import Model, Params, fit_cache
+from decodax.core.types import Model, Params
 from decodax.sampling import build
 
 

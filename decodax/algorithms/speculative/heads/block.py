@@ -124,7 +124,7 @@ class BlockDraft(TrainedHead):
 
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,    # type: ignore[override]
                 state: BlockState) -> BlockState:
-        features = self.head.features(out.hidden, out.layers)
+        features = self.head.features(out.hidden, out.states)
         if decision is None:                # a chunk of the prompt
             positions, live = window.positions, window.live
         else:                               # the newest token and the accepted drafts, whose features are known now

@@ -144,7 +144,7 @@ class TrainedHead(HeadSource):
     def unread(self, params: Params, batch: int) -> tuple[Any, Any]:
         dtype = jax.eval_shape(lambda weights: embeddings(self.model, weights, jnp.zeros((1, 1), jnp.int32)),
                                params.target).dtype
-        one, taps = jnp.zeros((batch, 1, self.head.target_width), dtype), self.head.taps
+        one, taps = jnp.zeros((batch, 1, self.head.tap_width), dtype), self.head.taps
         if not taps:
             return one, None
         return one[:, :, :0], tuple(one if i in taps else None for i in range(max(taps) + 1))
@@ -184,7 +184,7 @@ class TrainedHead(HeadSource):
                ) -> tuple[Array, Window, Array]:
         """Returns the features of a window's verified tokens, the pairs of their positions with the tokens after them,
         and which of these count, `bool[B, W]`."""
-        features, text = self.head.features(out.hidden, out.layers), s.tokens
+        features, text = self.head.features(out.hidden, out.states), s.tokens
         if decision is None:                # a chunk of the prompt, whose tokens are all known
             at = jnp.minimum(window.positions + 1, s.tokens.shape[1] - 1)
             tokens, live = jnp.take_along_axis(s.tokens, at, 1), window.live
@@ -248,7 +248,10 @@ class TrainedHead(HeadSource):
 
     def _begun(self, s: State, state: Any) -> Any:
         """Returns the state at the beginning of a round: a row that goes on after its end keeps nothing of tokens that
-        were cut, and nothing at all if it was cut to fewer tokens than were skipped."""
+        were cut, and nothing at all if it was cut to fewer tokens than were skipped. A text whose cache does not take
+        that is not cut."""
+        if "truncation" not in state.cache.supports:
+            return state
         skipped = jnp.minimum(state.skipped, s.length - 1)
         return state.replace(cache=truncate(state.cache, s.length - 1 - skipped), skipped=skipped)
 

@@ -92,7 +92,7 @@ def test_other_models_are_no_drafters(model):
         load_drafter(model)
 
 
-REFERENCE = json.loads((Path(__file__).parent / "mtp.json").read_text())
+REFERENCE = json.loads((Path(given.__file__).parent / "mtp.json").read_text())
 CASES = {case["name"]: case for case in REFERENCE["cases"]}
 V, D = REFERENCE["vocabulary"], REFERENCE["features"]
 
