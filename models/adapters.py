@@ -174,7 +174,8 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
     paths = {f"{names.layers}.{i}.{module}": path for path, (i, module) in _modules(model.config, names).items()
              if f"{path}.kernel" in shapes}
     # The dense layers of a mixture may have separate tensors where its experts have one.
-    fused = {names.layer[group[0]] for group in names.fused if len({names.layer[member] for member in group}) == 1}
+    fused = {names.layer[group[0]].replace("{half}", str(half)) for group in names.fused for half in range(names.halves)
+             if len({names.layer[member] for member in group}) == 1}
     made: Adapter = {}
     adapted: dict[str, str] = {}
     for tensor in sorted(tensors):
@@ -251,8 +252,9 @@ def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer
 
 def _modules(config: DecoderConfig, names: Names) -> dict[str, tuple[int, str]]:
     """Returns, for the path of each projection, the index of its layer and its module name in files."""
-    return {f"layers.{i}.{inner}": (i, module) for i in range(len(config.layers))
-            for inner, module in names.layer.items() if inner.rsplit(".", 1)[-1] in PARTS}
+    return {f"layers.{i}.{inner}": (i // names.halves, module.replace("{half}", str(i % names.halves)))
+            for i in range(len(config.layers)) for inner, module in names.layer.items()
+            if inner.rsplit(".", 1)[-1] in PARTS}
 
 
 def _with(params: Weights, adapter: Adapter, put: Any) -> Weights:

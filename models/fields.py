@@ -171,7 +171,8 @@ KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 _LIMITS = Kind("a list of numbers from 0, or null", lambda x: isinstance(x, list) and all(
     y is None or NOT_NEGATIVE.fits(y) for y in x))
 OWN = {**{("step3p5", key): _LIMITS for key in ("swiglu_limits", "swiglu_limits_shared")},
-       ("step3p5", "rope_theta"): _one_or_list(POSITIVE), ("step3p5", "partial_rotary_factors"): _list(SHARE, "shares"),
+       ("longcat_flash", "moe_topk"): HEADS, ("step3p5", "rope_theta"): _one_or_list(POSITIVE),
+       ("step3p5", "partial_rotary_factors"): _list(SHARE, "shares"),
        ("step3p5", "moe_layers_enum"): Kind("layers, as a list or with commas between them", lambda x: (
            isinstance(x, list) and all(INDEX.fits(y) for y in x)) or (
            isinstance(x, str) and all(y.strip().isdecimal() for y in x.split(",")))),
@@ -187,7 +188,7 @@ OWN = {**{("step3p5", key): _LIMITS for key in ("swiglu_limits", "swiglu_limits_
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
           "dual_chunk_attention_config", "linear_attn_config", "sparse_attention_config", "main", "compress",
-          "compress_rates")
+          "compress_rates", "attention_other_setting")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
@@ -231,5 +232,6 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
-       "q_lora_rank", "block_ffn_dim_multiplier", "mamba_d_ssm", "linear_lower_bound", "gate_lower_bound")
+       "q_lora_rank", "block_ffn_dim_multiplier", "mamba_d_ssm", "linear_lower_bound", "gate_lower_bound",
+       "zero_expert_num")
 """Entries for which null switches something off that a missing entry leaves on."""

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import decodax as dx
 from decodax.io.checkpoint import load_model
 from decodax.io.files import CheckpointError
-from decodax.models import Transformer
+from decodax.models import Transformer, adapters
 from decodax.models.blocks.options import Layer
 from decodax.models.config import llama
 from decodax.models.experts import mix
@@ -68,6 +68,8 @@ def test_missing_entries_have_the_values_of_transformers() -> None:
     assert (latent.query_factor, latent.factor, len(found.layers)) == (2.0, 12 ** 0.5, 56)
     assert (experts.count, experts.zero, experts.outputs, experts.chosen) == (512, 256, 768, 12)
     assert read_config({"model_type": "longcat_flash", "num_hidden_layers": 56}) == found
+    without = read_config({"model_type": "longcat_flash", "zero_expert_num": None}).layers[0].shortcut
+    assert without is not None and (without.zero, without.outputs) == (0, 512)
 
 
 @pytest.mark.parametrize(("entries", "message"), [
@@ -81,6 +83,7 @@ def test_missing_entries_have_the_values_of_transformers() -> None:
     ({"q_lora_rank": None}, "q_lora_rank: got None, takes the width of the latent of queries"),
     ({"num_layers": 3}, "num_hidden_layers: got 4, takes 6, two for each of num_layers = 3"),
     ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts .num_experts., 9"),
+    ({"moe_topk": [4, 4]}, "moe_topk: got .4, 4., takes a whole number from 1"),
     ({"zero_expert_num": -1}, "zero_expert_num: got -1, takes a whole number from 0"),
     ({"mlp_bias": True}, "mlp_bias: got True, supported is False"),
 ])
@@ -144,3 +147,14 @@ def test_packed_experts_give_nearly_the_tokens_scores(home: Path) -> None:
     want, got = (np.concatenate(dx.score(lm, texts).logprobs) for lm in (plain, packed))
     np.testing.assert_allclose(got, want, atol=0.2)
     assert not np.array_equal(got, want)
+
+
+def test_adapters_have_the_names_of_the_layers_of_files(home: Path, tmp_path: Path) -> None:
+    model, _ = load_model(home)
+    low = {"a": jnp.ones((12, 2)), "b": jnp.ones((2, 80))}
+    adapter = {"layers": {"3": {"attn": {"q_b": {"kernel": low}}}}}
+    adapters.save(tmp_path, adapter, model, "longcat_flash")
+    assert set(load_file(tmp_path / "adapter_model.safetensors")) == {
+        f"base_model.model.model.layers.1.self_attn.1.q_b_proj.lora_{part}.weight" for part in "AB"}
+    back = adapters.read(tmp_path, model, "longcat_flash")
+    jax.tree.map(np.testing.assert_array_equal, back, adapter)
