@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,12 @@ class Gguf:
         if (parts := int(file.metadata.get("split.count", 1) or 1)) > 1:
             raise CheckpointError(f"{file.path}: is one of {parts} parts of a model, takes a whole file; "
                                   "`llama-gguf-split --merge` joins them")
+        own = ARCHITECTURES.get(str(file.metadata.get("general.architecture")))
+        wanted = own.numbers if own is not None else ""
         with RowReader(file) as rows:
             factors = {name: np.concatenate([raw.view(np.float32)[:, 0] for _, raw in rows.chunks(
-                RowSource(tensor, 0, tensor.shape[-1]))]) for name in ROPE
-                if (tensor := file.tensors.get(name)) is not None and tensor.type == "F32"}
+                RowSource(tensor, 0, tensor.shape[-1]))]) for name, tensor in file.tensors.items()
+                if tensor.type == "F32" and (name in ROPE or (wanted and re.fullmatch(wanted, name)))}
         return cls(file, read_entries(file, factors))
 
     def tokenizer(self) -> Tokenizer | None:

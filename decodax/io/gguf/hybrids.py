@@ -146,7 +146,7 @@ def _nemotron_h(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _jamba(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    mixtures = [f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors for i in range(c["num_hidden_layers"])]
+    mixtures = m.mixes()
     return {**c, "model_type": "jamba", "num_experts": m.get("expert_count", 1) if any(mixtures) else 1,
             "num_experts_per_tok": m.get("expert_used_count", 1), "mamba_d_state": m.need("ssm.state_size"),
             "mamba_d_conv": m.need("ssm.conv_kernel"), "mamba_dt_rank": m.need("ssm.time_step_rank"),
