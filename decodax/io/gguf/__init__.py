@@ -22,6 +22,7 @@ from decodax.io.gguf.tensors import ROPE, RowReader, RowSource, row_sources
 from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.gguf.weights import FLOATS, load_weights
 from decodax.io.text import Tokenizer
+from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config
 from decodax.models.formats import Format
 from decodax.models.names import flatten
@@ -67,6 +68,17 @@ class Gguf:
     def tokenizer(self) -> Tokenizer | None:
         """Returns the file's tokenizer, or None if it has none."""
         return read_tokenizer(self.file)
+
+    def diffusion(self) -> Diffusion | None:
+        """Returns the settings of a masked diffusion model; None if the model is autoregressive.
+
+        Raises:
+            CheckpointError: an entry is out of its range.
+        """
+        try:
+            return read_diffusion(self.entries)
+        except ValueError as error:
+            raise CheckpointError(f"{self.file.path}: {error}") from None
 
     def generation_config(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Returns the model's defaults, with the special ids of a tokenizer."""

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from decodax.io.files import CheckpointError
+from decodax.io.gguf.diffusion import DIFFUSION
 from decodax.io.gguf.hybrids import HYBRIDS
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, depth, experts, plain, routed, scaled
@@ -242,7 +243,7 @@ GEMMA4 = {
     "mlp.expert_scale": "ffn_down_exps.scale", "factor.scale": "layer_output_scale.weight", **INPUTS}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    **HYBRIDS, **WINDOWED,
+    **DIFFUSION, **HYBRIDS, **WINDOWED,
     "apertus": Architecture(_apertus, views=XIELU),
     "arcee": Architecture(plain("arcee", lambda m: {
         "attention_bias": m.biased, "mlp_bias": m.has("ffn_up.bias")}), permuted=True),

@@ -57,6 +57,8 @@ def _latent(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     sigmoid = m.get("expert_gating_func", 1) == 2
+    if not m.get("expert_count"):       # no mixture, as in Youtu-LLM
+        return {**_latent(m, c), "model_type": "youtu"}
     more = routed(m)
     if sigmoid and m.get("expert_group_count") is None and more["n_routed_experts"] == 256:
         more |= {"n_group": 8, "topk_group": 4}     # DeepSeek-V3 in files from before they said so
@@ -78,15 +80,24 @@ def _mistral4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "model_type": "mistral4", "rope_scaling": scaling or {"rope_type": "default"}}
 
 
+def _deepseek_v32(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+            "model_type": "deepseek_v32", **indexed(m)}
+
+
+def indexed(m: Metadata) -> dict[str, Any]:
+    """Returns the entries of an indexer."""
+    return {"index_n_heads": m.need("attention.indexer.head_count"),
+            "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k")}
+
+
 def _glm_dsa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     count = depth(m, c)["num_hidden_layers"]
     # Files from before layers shared a choice do not say which ones have an indexer of their own.
     full = m.each("attention.indexer.types", [f"blk.{i}.indexer.attn_k.weight" in m.file.tensors
                                               for i in range(c["num_hidden_layers"])])[:count]
     return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
-            "model_type": "glm_moe_dsa", "index_n_heads": m.need("attention.indexer.head_count"),
-            "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k"),
-            "indexer_types": ["full" if own else "shared" for own in full]}
+            "model_type": "glm_moe_dsa", **indexed(m), "indexer_types": ["full" if own else "shared" for own in full]}
 
 
 def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +184,8 @@ INDEXER = {f"attn.indexer.{ours}": f"indexer.{theirs}" for ours, theirs in (
 HYBRIDS: dict[str, Architecture] = {
     "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0,
                               views=KEYS_AND_VALUES),
+    "deepseek32": Architecture(_deepseek_v32, names=LATENT | SHARED | CORRECTION | INDEXER, latent=True, yarn_log=10.0,
+                               views=KEYS_AND_VALUES),
     "falcon-h1": Architecture(_falcon_h1, views=ssd("beside") | {
         "mlp_in.scale": Stored("ffn_norm", older=Stored("ffn_norm.weight"))}),     # converters forget the ending
     "glm-dsa": Architecture(_glm_dsa, names=LATENT | SHARED | CORRECTION | INDEXER, latent=True, yarn_log=10.0,

@@ -38,7 +38,7 @@ def _laguna(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{m.file.path}: blk.N.attn_gate.weight: has {sorted(gates)} outputs for each head, takes "
                               f"1 or head_dim = {head} in every layer")
     own = {k: v for k, v in c.items() if k not in ("partial_rotary_factor", "rope_scaling")}
-    return {**own, **experts(m), "model_type": "laguna", "num_attention_heads_per_layer": heads, "layer_types": kinds(
+    return {**own, **experts(m), "model_type": "laguna", "num_attention_heads_per_layer": heads, "num_attention_heads": heads[0], "layer_types": kinds(
         near), "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in m.mixes()], "sliding_window": window or 512,
         "gating": "per-head" if gates == {1} else "per-element", "attention_bias": m.biased,
         "moe_routed_scaling_factor": m.get("expert_weights_scale", 1.0),
