@@ -12,6 +12,7 @@ from typing import Any
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.diffusion import DIFFUSION
 from decodax.io.gguf.hybrids import HYBRIDS
+from decodax.io.gguf.indexed import INDEXED
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, depth, experts, plain, routed, scaled
 from decodax.io.gguf.shared import kinds as kinds_of
@@ -243,7 +244,7 @@ GEMMA4 = {
     "mlp.expert_scale": "ffn_down_exps.scale", "factor.scale": "layer_output_scale.weight", **INPUTS}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    **DIFFUSION, **HYBRIDS, **WINDOWED,
+    **DIFFUSION, **HYBRIDS, **INDEXED, **WINDOWED,
     "apertus": Architecture(_apertus, views=XIELU),
     "arcee": Architecture(plain("arcee", lambda m: {
         "attention_bias": m.biased, "mlp_bias": m.has("ffn_up.bias")}), permuted=True),
