@@ -89,8 +89,8 @@ def _glm5_next(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 def _ling3(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     if any(np.any(m.file.metadata.get(f"{m.name}.swiglu_clamp_{part}", 0)) for part in ("exp", "shexp")):
-        raise CheckpointError(f"{m.file.path}: {m.name}.swiglu_clamp_exp, swiglu_clamp_shexp: has bounds, which are not "
-                              "read; takes 0")
+        raise CheckpointError(f"{m.file.path}: {m.name}.swiglu_clamp_exp, swiglu_clamp_shexp: has bounds, which are "
+                              "not read; takes 0")
     mixture = {"moe_renormalize" if k == "norm_topk_prob" else "num_experts" if k == "n_routed_experts" else
                "num_experts_per_token" if k == "num_experts_per_tok" else k: v for k, v in routed(m).items()}
     return {**latent(m, c), **mixture, **_delta(m, c), "model_type": "bailing_hybrid",

@@ -31,30 +31,30 @@ def _laguna(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     heads, head = m.each("attention.head_count"), c["head_dim"]
     # Without a pattern every fourth layer attends to all positions, from the first on.
     near = m.each("attention.sliding_window_pattern", [i % 4 != 0 for i in range(count)]) if window else [False] * count
-    part, gates = {"rope_theta": c["rope_theta"]}, {
-        len(m.file.tensors[name].shape) and m.file.tensors[name].shape[0] // own for i, own in enumerate(heads)
-        if (name := f"blk.{i}.attn_gate.weight") in m.file.tensors}
+    gates = {m.file.tensors[name].shape[0] // own for i, own in enumerate(heads)
+             if (name := f"blk.{i}.attn_gate.weight") in m.file.tensors}
     if gates not in ({1}, {head}):
-        raise CheckpointError(f"{m.file.path}: blk.N.attn_gate.weight: has {sorted(gates)} outputs for each head, takes "
-                              f"1 or head_dim = {head} in every layer")
+        raise CheckpointError(f"{m.file.path}: blk.N.attn_gate.weight: has {sorted(gates)} outputs for each head, "
+                              f"takes 1 or head_dim = {head} in every layer")
     own = {k: v for k, v in c.items() if k not in ("partial_rotary_factor", "rope_scaling")}
-    return {**own, **experts(m), "model_type": "laguna", "num_attention_heads_per_layer": heads, "num_attention_heads": heads[0], "layer_types": kinds(
-        near), "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in m.mixes()], "sliding_window": window or 512,
-        "gating": "per-head" if gates == {1} else "per-element", "attention_bias": m.biased,
-        "moe_routed_scaling_factor": m.get("expert_weights_scale", 1.0),
-        "shared_expert_intermediate_size": m.get("expert_shared_feed_forward_length", 0) or m.need(
-            "expert_feed_forward_length") * m.get("expert_shared_count", 1),
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", **part, **c.get("rope_scaling", {}), "partial_rotary_factor": c.get(
-                "partial_rotary_factor", 1.0)},
-            "sliding_attention": {
-                "rope_type": "default", "rope_theta": m.get("rope.freq_base_swa", c["rope_theta"]),
-                "partial_rotary_factor": m.get("rope.dimension_count_swa", head) / head}}}
+    far = {"rope_type": "default", "rope_theta": c["rope_theta"], **c.get("rope_scaling", {}),
+           "partial_rotary_factor": c.get("partial_rotary_factor", 1.0)}
+    close = {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa", c["rope_theta"]),
+             "partial_rotary_factor": m.get("rope.dimension_count_swa", head) / head}
+    inner = m.need("expert_feed_forward_length")
+    return {**own, **experts(m), "model_type": "laguna", "num_attention_heads": heads[0],
+            "num_attention_heads_per_layer": heads, "layer_types": kinds(near), "sliding_window": window or 512,
+            "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in m.mixes()],
+            "gating": "per-head" if gates == {1} else "per-element", "attention_bias": m.biased,
+            "moe_routed_scaling_factor": m.get("expert_weights_scale", 1.0),
+            "shared_expert_intermediate_size": m.get("expert_shared_feed_forward_length", 0) or (
+                inner * m.get("expert_shared_count", 1)),
+            "rope_parameters": {"full_attention": far, "sliding_attention": close}}
 
 
 def _muse(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    near, scales = m.each("attention.sliding_window_pattern", [
-        (i + 1) % 4 != 0 for i in range(c["num_hidden_layers"])]), {"q": 1.0, "k": 1.0}
+    count, scales = c["num_hidden_layers"], {"q": 1.0, "k": 1.0}
+    near = m.each("attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(count)])
     # The converter writes the factor of normed queries as a norm's weights.
     for part in scales:
         found = np.unique([np.unique(x) for name, x in m.factors.items() if f"attn_{part}_norm" in name])

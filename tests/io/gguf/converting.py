@@ -340,7 +340,8 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
     _metadata(file, c, kind.metadata(c, tensors))
     if c["vocab_size"] == VOCAB:
         byte_level(file)
-    names = gguf.get_tensor_name_map(next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == (kind.like or kind.arch)), 64)
+    known = next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == (kind.like or kind.arch))
+    names = gguf.get_tensor_name_map(known, 64)
     changed = {new: y for old, x in stacked(tensors).items() for new, y in kind.change(old, x, c).items()}
     for place, x in _placed(changed, names):
         if place != "output.weight" or not c.get("tie_word_embeddings"):
@@ -357,7 +358,8 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
 
 def _placed(tensors: Tensors, names: Any) -> Iterator[tuple[str, np.ndarray]]:
     for name, x in tensors.items():
-        place = name if name.startswith(("blk.", "output", "token_embd")) else names.get_name(name, try_suffixes=(".weight", ".bias"))
+        place = name if name.startswith(("blk.", "output", "token_embd")) else names.get_name(
+            name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         yield place, x
 

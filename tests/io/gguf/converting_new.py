@@ -123,8 +123,9 @@ def granite_swa(c: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
     return {**near(c), "embedding_scale": c["embedding_multiplier"], "residual_scale": c["residual_multiplier"],
             "attention.scale": c["attention_multiplier"], "logit_scale": c["logits_scaling"],
             "attention.rope_pattern": [base != 0 for base in c["layer_rope_theta"]],
-            **({"expert_count": c["num_local_experts"], "expert_used_count": c["num_experts_per_tok"],
-                "expert_shared_feed_forward_length": c["shared_intermediate_size"]} if "num_local_experts" in c else {})}
+            **({} if "num_local_experts" not in c else {
+                "expert_count": c["num_local_experts"], "expert_used_count": c["num_experts_per_tok"],
+                "expert_shared_feed_forward_length": c["shared_intermediate_size"]})}
 
 
 def granite_moe(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -247,7 +248,8 @@ NEW: dict[str, Kind] = {
         "expert_weights_scale": float(c["router_scaling_factor"])}, placed(), like="dots1"),
     "laguna": Kind("laguna", "laguna", laguna, placed(), {"moe_router_logit_softcapping": 0.0}, like="dots1"),
     "laguna-channels": Kind("laguna", "laguna-channels", laguna, placed(), {
-        **SPARSE, "attention_bias": False, "layer_types": ["full_attention", *["sliding_attention"] * 2]}, like="dots1"),
+        **SPARSE, "attention_bias": False,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, like="dots1"),
     "muse-glimmer": Kind("muse-glimmer", "muse-glimmer", lambda c, t: {
         **near(c), "attention.key_length": c["head_dim"], "attention.value_length": c["head_dim"],
         "final_logit_softcapping": c["final_logit_softcapping"], "logit_scale": c["output_multiplier"]}, placed(muse), {
@@ -260,8 +262,8 @@ NEW: dict[str, Kind] = {
         "rope.dimension_count": 8, "attention.layer_norm_rms_epsilon": 1e-5}, more={
             "head_dim": 16, "hidden_size": 64, "rms_norm_eps": 1e-5}, like="glm4"),
     "youtu": Kind("deepseek2", "youtu", lambda c, t: {
-        "attention.head_count_kv": 1, "attention.kv_lora_rank": 16, "attention.key_length": 24, "expert_shared_count": 0,
-        "attention.value_length": 16, "attention.value_length_mla": 10, "attention.key_length_mla": 20,
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": 16, "attention.key_length": 24,
+        "expert_shared_count": 0, "attention.value_length": 16, "attention.value_length_mla": 10, "attention.key_length_mla": 20,
         "rope.dimension_count": 8, "leading_dense_block_count": 3, "attention.q_lora_rank": 12,
         "expert_feed_forward_length": 48}, placed(absorbed)),
     "deepseek-v32": Kind("deepseek32", "deepseek-v32", indexed, placed(absorbed), {

@@ -15,7 +15,6 @@ from decodax.models.names import flatten
 from tests.io.gguf import writing
 from tests.io.memory import MEASURED, check_peak
 
-
 MIXES = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "Q4_K_S": ("Q4_K", "Q5_K")}
 """Types of most kernels and of those of values and outputs of MLPs, by the names of llama.cpp's mixtures."""
 

@@ -31,8 +31,9 @@ def llada(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def entries(c: dict[str, Any], tensors: Any) -> dict[str, Any]:
     shift = {} if c["model_type"] == "Dream" else {"diffusion.shift_logits": False}
-    named = {"embedding_length": "d_model", "feed_forward_length": "mlp_hidden_size", "attention.head_count": "n_heads",
-             "attention.head_count_kv": "n_kv_heads", "block_count": "n_layers", "context_length": "max_sequence_length"}
+    named = {"embedding_length": "d_model", "feed_forward_length": "mlp_hidden_size",
+             "attention.head_count": "n_heads", "attention.head_count_kv": "n_kv_heads", "block_count": "n_layers",
+             "context_length": "max_sequence_length"}
     return {**{key: c[name] for key, name in named.items() if name in c}, **shift, "attention.causal": False,
             "tokenizer.ggml.mask_token_id": c["mask_token_id"]}
 
