@@ -322,7 +322,7 @@ def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None
     model, params = opened.load(dtype, mesh, context, weights)
     lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=opened.generation_config(tokenizer), name=path.stem, mesh=mesh, entries=opened.entries,
-            file=path)
+            file=path, diffusion=opened.diffusion())
     return lm if adapter is None else lm.with_adapter(adapter, merge=False)
 
 

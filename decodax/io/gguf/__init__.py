@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from decodax.io.gguf.tensors import ROPE, RowReader, RowSource, row_sources
 from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.gguf.weights import FLOATS, load_weights
 from decodax.io.text import Tokenizer
+from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config
 from decodax.models.formats import Format
 from decodax.models.names import flatten
@@ -55,15 +57,28 @@ class Gguf:
         if (parts := int(file.metadata.get("split.count", 1) or 1)) > 1:
             raise CheckpointError(f"{file.path}: is one of {parts} parts of a model, takes a whole file; "
                                   "`llama-gguf-split --merge` joins them")
+        own = ARCHITECTURES.get(str(file.metadata.get("general.architecture")))
+        wanted = own.numbers if own is not None else ""
         with RowReader(file) as rows:
             factors = {name: np.concatenate([raw.view(np.float32)[:, 0] for _, raw in rows.chunks(
-                RowSource(tensor, 0, tensor.shape[-1]))]) for name in ROPE
-                if (tensor := file.tensors.get(name)) is not None and tensor.type == "F32"}
+                RowSource(tensor, 0, tensor.shape[-1]))]) for name, tensor in file.tensors.items()
+                if tensor.type == "F32" and (name in ROPE or (wanted and re.fullmatch(wanted, name)))}
         return cls(file, read_entries(file, factors))
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the file's tokenizer, or None if it has none."""
         return read_tokenizer(self.file)
+
+    def diffusion(self) -> Diffusion | None:
+        """Returns the settings of a masked diffusion model; None if the model is autoregressive.
+
+        Raises:
+            CheckpointError: an entry is out of its range.
+        """
+        try:
+            return read_diffusion(self.entries)
+        except ValueError as error:
+            raise CheckpointError(f"{self.file.path}: {error}") from None
 
     def generation_config(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Returns the model's defaults, with the special ids of a tokenizer."""

@@ -10,10 +10,14 @@ import math
 from typing import Any
 
 from decodax.io.files import CheckpointError
+from decodax.io.gguf.diffusion import DIFFUSION
 from decodax.io.gguf.hybrids import HYBRIDS
+from decodax.io.gguf.indexed import INDEXED
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, depth, experts, plain, routed, scaled
+from decodax.io.gguf.shared import kinds as kinds_of
 from decodax.io.gguf.views import STREAMS, XIELU
+from decodax.io.gguf.windowed import WINDOWED
 
 
 def _llama(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +136,7 @@ def _exaone4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     window = m.get("attention.sliding_window") or None
     near = m.each("attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(c["num_hidden_layers"])])
     return {**c, "model_type": "exaone4", "sliding_window": window,
-            **({"layer_types": _kinds(near)} if window is not None else {})}
-
-
-def _kinds(near: list[Any]) -> list[str]:
-    return ["sliding_attention" if slides else "full_attention" for slides in near]
+            **({"layer_types": kinds_of(near)} if window is not None else {})}
 
 
 def _glm4_moe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -146,9 +146,8 @@ def _glm4_moe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 def _mimo2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     count = depth(m, c)["num_hidden_layers"]
-    kinds = _kinds(m.each("attention.sliding_window_pattern"))[:count]
+    kinds = kinds_of(m.each("attention.sliding_window_pattern"))[:count]
     groups = dict(zip(kinds, m.each("attention.head_count_kv"), strict=False))
-    sparse = [f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors for i in range(count)]
     own = {k: v for k, v in c.items() if k != "partial_rotary_factor"}
     part = {"rope_type": "default", "partial_rotary_factor": c.get("partial_rotary_factor", 1.0)}
     # llama.cpp counts the query's own position among those of the window.
@@ -158,7 +157,7 @@ def _mimo2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "sliding_window": m.need("attention.sliding_window"),
             "num_key_value_heads": groups.get("full_attention", c["num_key_value_heads"]),
             "swa_num_key_value_heads": groups.get("sliding_attention", c["num_key_value_heads"]),
-            "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in sparse], "norm_topk_prob": True,
+            "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in m.mixes()[:count]], "norm_topk_prob": True,
             "routed_scaling_factor": m.get("expert_weights_scale", 1.0), "rope_parameters": {
                 "full_attention": {**part, "rope_theta": c["rope_theta"]},
                 "sliding_attention": {**part, "rope_theta": m.get("rope.freq_base_swa", c["rope_theta"])}}}
@@ -172,7 +171,7 @@ def _gpt_oss(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    kinds = _kinds(m.each("attention.sliding_window_pattern"))
+    kinds = kinds_of(m.each("attention.sliding_window_pattern"))
     groups, widths = m.each("attention.head_count_kv"), m.each("feed_forward_length")
     first = lambda kind: kinds.index(kind) if kind in kinds else 0
     shared, own = m.count("attention.shared_kv_layers", 0, 0), m.count("embedding_length_per_layer_input", 0, 0)
@@ -207,7 +206,7 @@ def _gemma3n(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     # The file has the number of standard deviations below which a gate is 0; llama.cpp goes by the layer's number.
     cuts = m.each("activation_sparsity_scale", [1.6448536 if i < 10 else -math.inf for i in range(layers)])
     table = m.file.tensors.get("per_layer_token_embd.weight")
-    return {**c, "model_type": "gemma3n_text", "attention_bias": m.biased, "layer_types": _kinds(m.each(
+    return {**c, "model_type": "gemma3n_text", "attention_bias": m.biased, "layer_types": kinds_of(m.each(
                 "attention.sliding_window_pattern", [(i + 1) % 5 != 0 for i in range(layers)])),
             "intermediate_size": m.each("feed_forward_length"), "sliding_window": m.need("attention.sliding_window"),
             "num_kv_shared_layers": m.get("attention.shared_kv_layers", max(layers - 20, 0)),
@@ -245,7 +244,7 @@ GEMMA4 = {
     "mlp.expert_scale": "ffn_down_exps.scale", "factor.scale": "layer_output_scale.weight", **INPUTS}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    **HYBRIDS,
+    **DIFFUSION, **HYBRIDS, **INDEXED, **WINDOWED,
     "apertus": Architecture(_apertus, views=XIELU),
     "arcee": Architecture(plain("arcee", lambda m: {
         "attention_bias": m.biased, "mlp_bias": m.has("ffn_up.bias")}), permuted=True),

@@ -61,7 +61,7 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
                       ("attention.layer_norm_epsilon", "layer_norm_eps")):
         if (eps := m.get(key)) is not None:
             shared[name] = eps
-    turned = m.count("rope.dimension_count", head)
+    turned = m.count("rope.dimension_count", head, 0)
     if turned != head:
         shared["partial_rotary_factor"] = turned / head
     if architecture.scaled and (scaling := _scaling(m, factors, architecture.yarn_log)) is not None:

@@ -13,14 +13,14 @@ from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, Entrie
 from decodax.io.gguf.views import CHANNELS, KEYS_AND_VALUES, SCAN, SHORT, Stored, delta, ssd
 
 
-def _attending(m: Metadata) -> list[bool]:
+def attending(m: Metadata) -> list[bool]:
     """Returns True for each layer that has keys and values."""
     return [bool(count) for count in m.each("attention.head_count_kv")]
 
 
 def _lfm2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     return {**c, "model_type": "lfm2", "norm_eps": c["rms_norm_eps"], "conv_L_cache": m.need("shortconv.l_cache"),
-            "layer_types": ["full_attention" if attends else "conv" for attends in _attending(m)],
+            "layer_types": ["full_attention" if attends else "conv" for attends in attending(m)],
             "block_auto_adjust_ff_dim": False}
 
 
@@ -44,7 +44,7 @@ def _delta(kind: str, mixture: bool = False) -> Entries:
     return entries
 
 
-def _latent(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+def latent(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries that families with multi-head latent attention share."""
     # Files from before keys and values were stored apart have their widths in place of the latent's.
     width = lambda what: m.get(f"attention.{what}_length_mla") or m.need(f"attention.{what}_length")
@@ -57,13 +57,15 @@ def _latent(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 def _deepseek(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     sigmoid = m.get("expert_gating_func", 1) == 2
+    if not m.get("expert_count"):       # no mixture, as in Youtu-LLM
+        return {**latent(m, c), "model_type": "youtu"}
     more = routed(m)
     if sigmoid and m.get("expert_group_count") is None and more["n_routed_experts"] == 256:
         more |= {"n_group": 8, "topk_group": 4}     # DeepSeek-V3 in files from before they said so
     if not sigmoid:
         more |= {"norm_topk_prob": m.get("expert_weights_norm", False),
                  "topk_method": "greedy" if more["n_group"] == 1 else "group_limited_greedy"}
-    return {**_latent(m, c), **more, "model_type": "deepseek_v3" if sigmoid else "deepseek_v2"}
+    return {**latent(m, c), **more, "model_type": "deepseek_v3" if sigmoid else "deepseek_v2"}
 
 
 def _mistral4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +76,19 @@ def _mistral4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{m.file.path}: {m.name}.attention.temperature_length: got {length}, takes that of "
                                   f"the rope's original context, {trained}")
         scaling = {**scaling, "llama_4_scaling_beta": beta}
-    return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+    return {**latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
             "model_type": "mistral4", "rope_scaling": scaling or {"rope_type": "default"}}
+
+
+def _deepseek_v32(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    return {**latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+            "model_type": "deepseek_v32", **indexed(m)}
+
+
+def indexed(m: Metadata) -> dict[str, Any]:
+    """Returns the entries of an indexer."""
+    return {"index_n_heads": m.need("attention.indexer.head_count"),
+            "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k")}
 
 
 def _glm_dsa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -83,15 +96,13 @@ def _glm_dsa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     # Files from before layers shared a choice do not say which ones have an indexer of their own.
     full = m.each("attention.indexer.types", [f"blk.{i}.indexer.attn_k.weight" in m.file.tensors
                                               for i in range(c["num_hidden_layers"])])[:count]
-    return {**_latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
-            "model_type": "glm_moe_dsa", "index_n_heads": m.need("attention.indexer.head_count"),
-            "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k"),
-            "indexer_types": ["full" if own else "shared" for own in full]}
+    return {**latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
+            "model_type": "glm_moe_dsa", **indexed(m), "indexer_types": ["full" if own else "shared" for own in full]}
 
 
 def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     scores = {1: "softmax", 2: "sigmoid"}
-    return {**_latent(m, c), "model_type": "kimi_linear", "num_experts": m.need("expert_count"),
+    return {**latent(m, c), "model_type": "kimi_linear", "num_experts": m.need("expert_count"),
             "num_experts_per_token": m.need("expert_used_count"), "moe_intermediate_size": m.need(
                 "expert_feed_forward_length"), "num_shared_experts": m.get("expert_shared_count", 0),
             "first_k_dense_replace": m.get("leading_dense_block_count", 0),
@@ -99,7 +110,7 @@ def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "moe_router_activation_func": scores.get(which := m.get("expert_gating_func", 2), str(which)),
             "linear_num_heads": c["num_attention_heads"], "linear_head_dim": m.need("kda.head_dim"),
             "linear_conv_kernel_dim": m.need("ssm.conv_kernel"), "layer_types": [
-                "full_attention" if attends else "linear_attention" for attends in _attending(m)]}
+                "full_attention" if attends else "linear_attention" for attends in attending(m)]}
 
 
 def _ssd(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +122,7 @@ def _ssd(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    kinds = ["attention" if attends else "mamba" for attends in _attending(m)]
+    kinds = ["attention" if attends else "mamba" for attends in attending(m)]
     count, own = m.get("expert_count", 0), {
         **c, **_ssd(m, c), "attention_bias": m.held("attn_q.bias"),
         "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"]}
@@ -134,7 +145,7 @@ def _nemotron_h(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     count, heads = depth(m, c)["num_hidden_layers"], m.need("ssm.time_step_rank")
     feeds = "moe" if m.get("expert_count") else "mlp"
     kinds = ["full_attention" if attends else feeds if width else "linear_attention"
-             for attends, width in zip(_attending(m), m.each("feed_forward_length"), strict=True)][:count]
+             for attends, width in zip(attending(m), m.each("feed_forward_length"), strict=True)][:count]
     more = {} if feeds == "mlp" else {**routed(m), "moe_shared_expert_intermediate_size": m.need(
         "expert_shared_feed_forward_length"), **({} if (wide := m.get("moe_latent_size")) is None else {
             "moe_latent_size": wide})}
@@ -146,11 +157,11 @@ def _nemotron_h(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _jamba(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    mixtures = [f"blk.{i}.ffn_gate_inp.weight" in m.file.tensors for i in range(c["num_hidden_layers"])]
+    mixtures = m.mixes()
     return {**c, "model_type": "jamba", "num_experts": m.get("expert_count", 1) if any(mixtures) else 1,
             "num_experts_per_tok": m.get("expert_used_count", 1), "mamba_d_state": m.need("ssm.state_size"),
             "mamba_d_conv": m.need("ssm.conv_kernel"), "mamba_dt_rank": m.need("ssm.time_step_rank"),
-            "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"], **_period(m, "attn", _attending(m)),
+            "mamba_expand": m.need("ssm.inner_size") // c["hidden_size"], **_period(m, "attn", attending(m)),
             **(_period(m, "expert", mixtures) if any(mixtures) else {})}
 
 
@@ -173,6 +184,8 @@ INDEXER = {f"attn.indexer.{ours}": f"indexer.{theirs}" for ours, theirs in (
 HYBRIDS: dict[str, Architecture] = {
     "deepseek2": Architecture(_deepseek, names=LATENT | SHARED | CORRECTION, latent=True, yarn_log=10.0,
                               views=KEYS_AND_VALUES),
+    "deepseek32": Architecture(_deepseek_v32, names=LATENT | SHARED | CORRECTION | INDEXER, latent=True, yarn_log=10.0,
+                               views=KEYS_AND_VALUES),
     "falcon-h1": Architecture(_falcon_h1, views=ssd("beside") | {
         "mlp_in.scale": Stored("ffn_norm", older=Stored("ffn_norm.weight"))}),     # converters forget the ending
     "glm-dsa": Architecture(_glm_dsa, names=LATENT | SHARED | CORRECTION | INDEXER, latent=True, yarn_log=10.0,

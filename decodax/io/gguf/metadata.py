@@ -33,6 +33,7 @@ class Architecture:
         views: the form of weights that are no rows of a tensor in the network's order, by their paths within a layer.
         outside: the same for weights outside of layers, by their paths.
         latent: True if keys and values have widths of their own, as those of multi-head latent attention.
+        numbers: a regular expression for names of tensors that hold entries of the configuration and no weights.
         yarn_log: factor by which `yarn_log_multiplier` becomes `mscale_all_dim`; 0: files have none.
     """
 
@@ -45,6 +46,7 @@ class Architecture:
     views: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     outside: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     latent: bool = False
+    numbers: str = ""
     yarn_log: float = 0.0
 
 
@@ -54,7 +56,7 @@ class Metadata:
     Attributes:
         file: the file.
         name: name of the architecture.
-        factors: the file's tensors with factors of the rotary frequencies, by name.
+        factors: the file's tensors with factors of the rotary frequencies and those of `Architecture.numbers`, by name.
         by_layer: see `Architecture`.
     """
 
@@ -101,6 +103,10 @@ class Metadata:
             raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {found!r}, takes a whole number of at "
                                   f"least {least}{without}")
         return found
+
+    def mixes(self) -> list[bool]:
+        """Returns True for each layer that is a mixture of experts."""
+        return [f"blk.{i}.ffn_gate_inp.weight" in self.file.tensors for i in range(self.count("block_count"))]
 
     @property
     def biased(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from decodax.io.gguf.metadata import Metadata
@@ -34,6 +34,11 @@ def routed(m: Metadata) -> dict[str, Any]:
             "n_shared_experts": m.get("expert_shared_count", 0), "norm_topk_prob": m.get("expert_weights_norm", True),
             "routed_scaling_factor": m.get("expert_weights_scale", 1.0), "n_group": m.get("expert_group_count", 1),
             "topk_group": m.get("expert_group_used_count", 1)}
+
+
+def kinds(near: Iterable[Any]) -> list[str]:
+    """Returns the entry `layer_types`; `near` is true for layers with a sliding window."""
+    return ["sliding_attention" if slides else "full_attention" for slides in near]
 
 
 def depth(m: Metadata, c: dict[str, Any]) -> dict[str, int]:

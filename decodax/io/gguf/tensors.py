@@ -114,15 +114,17 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
     # Layers that predict further tokens, and keys of layers that attend to those of others.
     spare = tuple(f"blk.{i}." for i in range(len(config.layers), len(config.layers) + 8)) + tuple(
         f"blk.{i}.attn_{part}" for i, layer in enumerate(config.layers) if layer.reads is not None for part in "kv")
-    refuse_others(file, found, spare)
+    refuse_others(file, found, spare, architecture.numbers)
     return found
 
 
-def refuse_others(file: GgufFile, found: Mapping[str, RowSource], spare: tuple[str, ...] = ()) -> None:
+def refuse_others(file: GgufFile, found: Mapping[str, RowSource], spare: tuple[str, ...] = (), numbers: str = ""
+                  ) -> None:
     """Raises CheckpointError if a file has tensors that are neither in `found` nor unused. `spare` are beginnings of
-    further names that are unused."""
+    further names that are unused, and `numbers` is `Architecture.numbers`."""
     used = {source.tensor.name for source in found.values() if source.values is None}
-    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare))
+    left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name) and not name.startswith(spare)
+                  and not (numbers and re.fullmatch(numbers, name)))
     if left:
         raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
 

@@ -164,6 +164,8 @@ def _decoded(tensor: GgufTensor, raw: np.ndarray, rows: RowReader) -> np.ndarray
     """
     if tensor.type in FLOATS:
         return raw.view(np.dtype(jnp.dtype(FLOATS[tensor.type])))
+    if tensor.type == "I32":
+        return raw.view(np.int32)
     quants = package().quants
     try:
         return quants.dequantize(raw, package().GGMLQuantizationType[tensor.type])

@@ -35,6 +35,7 @@ class Kind:
         change: returns what the converter makes of a tensor under its name in the checkpoint, by name.
         more: further entries of the `config.json`.
         type: the type of a tensor by its name in the file.
+        like: name of an architecture with the same names of tensors, if the package gguf does not have this one.
     """
 
     arch: str
@@ -43,6 +44,7 @@ class Kind:
     change: Callable[[str, np.ndarray, dict[str, Any]], dict[str, np.ndarray]] = lambda name, x, c: {name: x}
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
     type: Callable[[str], Type] = lambda place: Type.F32
+    like: str = ""
 
 
 def stacked(tensors: Tensors) -> Tensors:
@@ -327,7 +329,8 @@ def written(kind: Kind, directory: Path) -> tuple[Path, Path]:
     """Returns the directory of a small checkpoint and its GGUF file."""
     model = tiny.build(kind.case, vocab_size=VOCAB, **kind.more)
     tiny.write(model, directory)
-    return directory, converted(directory, kind, model.config.to_dict())
+    entries = model.config.to_dict()
+    return directory, converted(directory, kind, entries.get("text_config", entries))
 
 
 def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
@@ -337,11 +340,13 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
     _metadata(file, c, kind.metadata(c, tensors))
     if c["vocab_size"] == VOCAB:
         byte_level(file)
-    names = gguf.get_tensor_name_map(next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == kind.arch), 64)
+    known = next(k for k, text in gguf.MODEL_ARCH_NAMES.items() if text == (kind.like or kind.arch))
+    names = gguf.get_tensor_name_map(known, 64)
     changed = {new: y for old, x in stacked(tensors).items() for new, y in kind.change(old, x, c).items()}
     for place, x in _placed(changed, names):
         if place != "output.weight" or not c.get("tie_word_embeddings"):
             own, x = kind.type(place), np.ascontiguousarray(x, np.float32)
+            x = x.astype(np.int32) if "tid2eid" in place else x
             file.add_tensor(place, x if own == Type.F32 else gguf.quants.quantize(x, own),
                             raw_dtype=None if own == Type.F32 else own)
     file.write_header_to_file()
@@ -353,7 +358,8 @@ def converted(directory: Path, kind: Kind, c: dict[str, Any]) -> Path:
 
 def _placed(tensors: Tensors, names: Any) -> Iterator[tuple[str, np.ndarray]]:
     for name, x in tensors.items():
-        place = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
+        place = name if name.startswith(("blk.", "output", "token_embd")) else names.get_name(
+            name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         yield place, x
 
@@ -370,4 +376,4 @@ def _metadata(file: gguf.GGUFWriter, c: dict[str, Any], own: dict[str, Any]) -> 
         if value is not None:
             add = {float: file.add_float32, bool: file.add_bool, list: file.add_array,
                    str: file.add_string}.get(type(value), file.add_uint32)
-            add(key if key.startswith("xielu.") else f"{file.arch}.{key}", value)
+            add(key if key.startswith(("xielu.", "diffusion.", "tokenizer.")) else f"{file.arch}.{key}", value)

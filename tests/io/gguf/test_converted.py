@@ -16,9 +16,11 @@ from decodax.models.names import flatten
 from decodax.models.recurrent.options import Ssd
 from tests.io.gguf.converting import KINDS, written
 from tests.io.gguf.converting_more import MORE
+from tests.io.gguf.converting_new import NEW
 from tests.matrix import often
 
-ALL = KINDS | {name: kind for name, kind in MORE.items() if name != "gpt-oss-mxfp4"}     # packed: see test_mxfp4.py
+# A packed file: see test_mxfp4.py.
+ALL = KINDS | NEW | {name: kind for name, kind in MORE.items() if name != "gpt-oss-mxfp4"}
 IDS = jnp.asarray(np.arange(3, 19)[None] * 7 % 250)
 
 

@@ -16,6 +16,7 @@ import pytest
 import decodax as dx
 from tests.io.gguf.converting import KINDS, Kind, Tensors, converted, written
 from tests.io.gguf.converting_more import MORE, RECURRENT
+from tests.io.gguf.converting_new import NEW
 from tests.io.gguf.test_recurrent import small
 
 xllamacpp: Any = pytest.importorskip("xllamacpp")
@@ -65,7 +66,7 @@ ROUGH = {"gemma3n": 0.01, "gpt-oss-mxfp4": 0.3, "falcon": 0.005, "falcon-40b": 0
 REFUSED = {"qwen3.5", "qwen3.5-moe", "qwen3-next", "gptj", "kimi-linear-query"}
 """Files that llama.cpp does not load: it has no such architecture, or takes other widths than those of the tests."""
 EQUAL: dict[str, Kind] = {
-    **{name: kind for name, kind in {**KINDS, **MORE, **RECURRENT}.items() if name not in DIFFERENT | REFUSED},
+    **{name: kind for name, kind in {**KINDS, **MORE, **NEW, **RECURRENT}.items() if name not in DIFFERENT | REFUSED},
     **{f"{name}-one-group": dataclasses.replace(kind, more=kind.more | ONE_GROUP)
        for name, kind in (("deepseek-v2", KINDS["deepseek-v2"]), ("deepseek-v2-before", MORE["deepseek-v2-before"]))},
     "bamba-half": dataclasses.replace(MORE["bamba"], change=half),

@@ -39,7 +39,14 @@ def layer(kind: str, N: int, K: int, draw: np.random.Generator) -> Tensors:
                 "weight.nested_absmax": draw.random(-(-N * K // 64 // 256), dtype=np.float32),
                 "weight.nested_quant_map": draw.random(256, dtype=np.float32),
                 "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8)}
+    if kind == "nvfp4":
+        return {"weight_packed": draw.integers(0, 256, (N, K // 2), dtype=np.uint8),
+                "weight_scale": draw.integers(0, 0x7F, (N, K // 16), dtype=np.uint8).view(jnp.float8_e4m3fn),
+                "weight_global_scale": np.ones(1, np.float32)}
     codes = draw.integers(0, 0x7F, (N, K), dtype=np.uint8)
+    if kind == "mxfp8":
+        return {"weight": codes.view(jnp.float8_e4m3fn),
+                "weight_scale": draw.integers(120, 128, (N, K // 32), dtype=np.uint8)}
     if kind == "fp8":
         return {"weight": codes.view(jnp.float8_e4m3fn),
                 "weight_scale_inv": draw.random((N // 128, K // 128), dtype=np.float32)}
@@ -62,7 +69,8 @@ def write(root: Path, kind: str, entries: dict[str, Any]) -> Path:
                 tensors |= {f"{stem}.{key}": value for key, value in layer(kind, N, K, draw).items()}
             else:
                 tensors[name] = np.ones(source.full, np.float16 if kind != "mxfp4" else jnp.bfloat16)
-    config = MXFP4 if kind == "mxfp4" else json.loads(json.dumps(KINDS[kind][0]).replace("32", "128"))
+    own = json.dumps(KINDS[kind][0] if kind != "mxfp4" else MXFP4)
+    config = json.loads(own if kind.startswith("mx") else own.replace("32", "128"))
     if kind == "fp8":
         config["weight_block_size"] = [128, 128]
     root.mkdir()
@@ -77,8 +85,9 @@ GPT_OSS: dict[str, Any] = {"model_type": "gpt_oss", "num_local_experts": 16, "nu
                            "max_position_embeddings": 64}
 CASES = {
     **{kind: (kind, LLAMA) for kind in ("gptq", "gptq-act-order", "awq", "w4a16", "w4a16-asym", "nf4-double", "fp8",
-                                        "w8a8", "bnb-8")},
-    **{f"{kind}-experts": (kind, MIXTURE) for kind in ("gptq-act-order", "awq", "w4a16", "nf4-double", "fp8", "w8a8")},
+                                        "w8a8", "bnb-8", "nvfp4", "mxfp8")},
+    **{f"{kind}-experts": (kind, MIXTURE) for kind in (
+        "gptq-act-order", "awq", "w4a16", "nf4-double", "fp8", "w8a8", "nvfp4", "mxfp8")},
     "mxfp4-experts": ("mxfp4", GPT_OSS)}
 
 
@@ -96,7 +105,7 @@ def sized(family: dict[str, Any], layers: int, width: int, mlp: int) -> dict[str
 def test_the_load_holds_at_most_1_15_of_the_packed_size(case: str, tmp_path: Path) -> None:
     """About 200 MB. The packed size is that of the arrays on the device, which on CPU is the host."""
     kind, family = CASES[case]
-    layers, mlp = 4 if kind in ("fp8", "w8a8", "bnb-8") else 8, MLP if family is LLAMA else EXPERT
+    layers, mlp = 4 if kind in ("fp8", "w8a8", "bnb-8", "mxfp8") else 8, MLP if family is LLAMA else EXPERT
     small = write(tmp_path / "small", kind, sized(family, 1, 128, 256))
     large = write(tmp_path / "large", kind, sized(family, layers, WIDTH, mlp))
     check_peak(case, small, large, (large / "model.safetensors").stat().st_size)
