@@ -168,12 +168,14 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: 
     def begin(params: Params, policy: Any, tokens: Any, length: Any) -> Any:
         return init_state(method, lm.model, params, policy, tokens, length, size=capacity, max_new=jnp.int32(1))
 
-    state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
+    with jax.sharding.use_abstract_mesh(place.abstract_mesh):       # whose platform decides on the padding of a cache
+        state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
     if cache is not None and method.traits.caches:     # take the cache in the form that it has after the prompts
         seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
         bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
-        held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
-                                 params, (there(state.cache, place), None), bare)
+        with jax.sharding.use_abstract_mesh(place.abstract_mesh):
+            held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(
+                None, lm.model, p, held, s, width=256, rows=batch), params, (there(state.cache, place), None), bare)
         state = state.replace(cache=held[0])
     shape = dict(zip(names, mesh, strict=True))
 
