@@ -29,6 +29,7 @@ from decodax.core.types import Params, fit_cache
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.io.packed import layout
+from decodax.io.row_order import by_row
 from decodax.models.blocks.options import Layer
 from decodax.models.drafters.specs import head_shardings
 from decodax.models.experts import BLOCK
@@ -220,8 +221,8 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
 
     if form is not None and form not in BEST:
         weights = jax.eval_shape(functools.partial(pack, weights=form), weights)
-    return jax.tree_util.tree_map_with_path(laid, weights, model.shardings(mesh),
-                                            is_leaf=lambda x: isinstance(x, Packed))
+    return by_row(model.config, jax.tree_util.tree_map_with_path(
+        laid, weights, model.shardings(mesh), is_leaf=lambda x: isinstance(x, Packed)))
 
 
 def _drafter_laid_out(method: Any, mesh: Any) -> Any:
