@@ -37,7 +37,7 @@ def row_order(shape: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def by_row(c: DecoderConfig, weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns a decoder's weights, of which an untied embedding table and the experts are stored by row on TPUs. The dict is
+    """Returns a decoder's weights, with an untied embedding table and the experts stored by row on TPUs. The dict is
     changed in place, weight by weight, since two copies of all experts may not fit.
 
     Args:
