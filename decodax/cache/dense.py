@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from decodax.cache.entry import KVEntry, own_entry
 from decodax.cache.key_values import KeyValues, empty_kv, key_widths
+from decodax.cache.lanes import attend_padded, attend_padded_cache, pad, paddings, stored
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
 from decodax.core.cache import ALL, Entries, Feature, PyTree
 from decodax.core.capabilities import AttendsAlone, LoadsPrefix, Truncates
-from decodax.pallas_kernels.window_attention import Bias, prefix_attention, window_attention
+from decodax.pallas_kernels.window_attention import Bias
 
 BLOCK = 32
 """Number of slots that are moved at a time when rows are copied to other rows (`Dense.select`)."""
@@ -32,10 +33,12 @@ class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
-        kv: a tuple with one array `f[B, G, S, d + e]` for each layer: in each slot a key, then its value.
+        kv: a tuple with one array `f[B, G, S, d + e]` for each layer: in each slot a key, then its value, and on TPUs
+            perhaps zeros (`decodax.cache.lanes`).
         length: `i32[B]`, number of verified entries; attention ignores slots from `length` on.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
+        padding: static; the number of zeros behind an entry of each layer; (): none.
     """
 
     supports: ClassVar[frozenset[Feature]] = ALL
@@ -44,17 +47,17 @@ class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
     length: Array
     given: PyTree = None
     widths: tuple[int, ...] = static(default=())
+    padding: tuple[int, ...] = static(default=())
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length, scale=scale,
-                               sliding=sliding, softcap=softcap, key_positions=window.key_positions,
-                               cached=window.cached, bias=bias, sinks=sinks)
+        out = attend_padded(q, k, v, window, self.kv[layer], self.length, scale=scale, sliding=sliding, softcap=softcap,
+                            bias=bias, sinks=sinks)
         return out, own_entry(q, k, v)
 
     def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:
-        return prefix_attention(q, window.positions, self.kv[layer], self.length, scale=scale)
+        return attend_padded_cache(q, window.positions, self.kv[layer], self.length, self.padded(layer), scale=scale)
 
     def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:
@@ -88,7 +91,7 @@ class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
 
 def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
           inputs: PyTree = None) -> Dense:
-    """Returns an empty dense cache.
+    """Returns an empty dense cache, on TPUs with entries in whole tiles.
 
     Args:
         layers: for each layer a `KVLayer`, or a tuple of its first fields: the number of key/value heads, the width of
@@ -98,6 +101,14 @@ def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: j
         dtype: dtype of keys and values.
         inputs: inputs of each row beside its tokens; see `Cache.inputs`.
     """
+    made, padding = unpadded(layers, batch, capacity, dtype, inputs), paddings(layers)
+    return made.replace(kv=tuple(map(pad, made.kv, padding)), padding=padding) if any(padding) else made
+
+
+def unpadded(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+             inputs: PyTree = None) -> Dense:
+    """Returns an empty dense cache with entries of `d + e` channels on all platforms, for code that reads its arrays.
+    The arguments are those of `dense`."""
     return Dense(kv=empty_kv(layers, batch, capacity, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
                  widths=key_widths(layers))
 
@@ -106,7 +117,7 @@ def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: j
 def dense_like(cache: Any) -> Dense:
     """Returns an empty dense cache for the rows, layers and texts of `cache`, which has the fields `kv` and `shapes`:
     the cache of its prefill."""
-    return dense(cache.shapes, cache.length.shape[0], cache.capacity, cache.kv[0].dtype, cache.inputs)
+    return unpadded(cache.shapes, cache.length.shape[0], cache.capacity, cache.kv[0].dtype, cache.inputs)
 
 
 def write(cache: Array, new: Array, slots: Array) -> Array:
@@ -126,7 +137,7 @@ def write_entries(kv: Sequence[Array], entries: Entries, slots: Array) -> tuple[
     for layer, entry in enumerate(entries):
         if not isinstance(entry, KVEntry):
             raise TypeError(f"entries: got a {type(entry).__name__} for layer {layer}, takes a decodax.cache.KVEntry")
-    return tuple(write(held, entry.both, slots) for held, entry in zip(kv, entries, strict=True))
+    return tuple(write(held, stored(entry, held), slots) for held, entry in zip(kv, entries, strict=True))
 
 
 def _write(cache: Array, new: Array, slots: Array) -> Array:

@@ -80,12 +80,20 @@ class KeyValues(DraftBase):
             their bytes.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
+        padding: static; the number of zeros behind an entry of each layer; (): none.
     """
 
     if TYPE_CHECKING:       # each kind declares them, in the order of its fields
         kv: tuple[Array, ...]
         given: PyTree
         widths: tuple[int, ...]
+        padding: tuple[int, ...]
+    else:
+        padding = ()
+
+    def padded(self, layer: int) -> int:
+        """Returns the number of zeros behind each entry of a layer (`decodax.cache.lanes`)."""
+        return self.padding[layer] if self.padding else 0
 
     def keys(self, layer: int) -> Array:
         """Returns the keys of a layer, `f[B, G, S, d]`."""
@@ -93,7 +101,8 @@ class KeyValues(DraftBase):
 
     def values(self, layer: int) -> Array:
         """Returns the values of a layer, `f[B, G, S, e]`."""
-        return self.kv[layer][..., self.widths[layer]:]
+        kv = self.kv[layer]
+        return kv[..., self.widths[layer]:kv.shape[3] - self.padded(layer)]
 
     @property
     def capacity(self) -> int:

@@ -18,12 +18,13 @@ from jax import Array
 
 from decodax.cache.entry import own_entry
 from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.cache.lanes import attend_padded, attend_padded_cache, pad, paddings, stored
 from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, Layout, PyTree
 from decodax.core.capabilities import AttendsAlone
-from decodax.pallas_kernels.window_attention import Bias, prefix_attention, window_attention
+from decodax.pallas_kernels.window_attention import Bias
 
 
 @struct
@@ -32,11 +33,12 @@ class PagedCache(KeyValues, AttendsAlone):
 
     Attributes:
         kv: a tuple with one array `f[N, G, P, d + e]` for each layer: `N` pages of `P` positions, the key and then the
-            value of each position.
+            value of each position, and on TPUs perhaps zeros (`decodax.cache.lanes`).
         table: `i32[B, S / P]`; entry `i` is the page with positions `i P` to `i P + P - 1` of a row; -1: no page yet.
         length: `i32[B]`, number of tokens of each row that have been committed (written to the cache).
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
+        padding: static; the number of zeros behind an entry of each layer.
     """
 
     kv: tuple[Array, ...]
@@ -44,6 +46,7 @@ class PagedCache(KeyValues, AttendsAlone):
     length: Array
     given: PyTree
     widths: tuple[int, ...] = static()
+    padding: tuple[int, ...] = static(default=())
 
     supports = frozenset({"trees", "subsets"})
     layout = Layout(by_row=False)
@@ -77,13 +80,13 @@ class PagedCache(KeyValues, AttendsAlone):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
-        out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
-                               table=self.table, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
-                               key_positions=window.key_positions, cached=window.cached, sinks=sinks)
+        out = attend_padded(q, k, v, window, self.kv[layer], self.length, table=self.table, scale=scale,
+                            sliding=sliding, softcap=softcap, bias=bias, sinks=sinks)
         return out, own_entry(q, k, v)
 
     def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:
-        return prefix_attention(q, window.positions, self.kv[layer], self.length, table=self.table, scale=scale)
+        return attend_padded_cache(q, window.positions, self.kv[layer], self.length, self.padded(layer),
+                                   table=self.table, scale=scale)
 
     def commit(self, entries: Entries, slots: Array) -> PagedCache:
         if not self.kv:
@@ -94,7 +97,7 @@ class PagedCache(KeyValues, AttendsAlone):
         page = jnp.take_along_axis(new.table, jnp.maximum(place, 0), 1)
         page = jnp.where((slots >= 0) & (page >= 0), page, self.pages)  # beyond the pool: dropped
         put = lambda pool, x: pool.at[page, :, slots % self.page].set(x.astype(pool.dtype), mode="drop")
-        kv = tuple(put(pool, entry.both) for pool, entry in zip(self.kv, entries, strict=True))
+        kv = tuple(put(pool, stored(entry, pool)) for pool, entry in zip(self.kv, entries, strict=True))
         return new.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
     def select(self, rows: Array) -> PagedCache:
@@ -151,6 +154,7 @@ class PagedConfig(KVConfig):
         return True
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
-        return PagedCache(kv=empty_kv(shapes, self.pages, self.page, dtype), widths=key_widths(shapes), given=inputs,
+        padding = paddings(shapes)
+        return PagedCache(kv=tuple(map(pad, empty_kv(shapes, self.pages, self.page, dtype), padding)), given=inputs,
                           table=jnp.full((batch, -(-size // self.page)), -1, jnp.int32),
-                          length=jnp.zeros(batch, jnp.int32))
+                          length=jnp.zeros(batch, jnp.int32), widths=key_widths(shapes), padding=padding)

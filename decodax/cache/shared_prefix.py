@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.dense import Dense, dense, dense_like
+from decodax.cache.dense import Dense, dense_like, unpadded
 from decodax.cache.entry import own_entry
 from decodax.cache.key_values import FittedConfig, KVLayer, Score, empty_kv
 from decodax.cache.tail import Tail
@@ -174,7 +174,7 @@ def sharing(model: Model, prefix: int, more: int) -> tuple[Model, Model] | None:
     made = model.with_cache(shared)
     if not isinstance(jax.eval_shape(lambda: made.init_cache(1, bucket(prefix + more))), SharedPrefixCache):
         return None     # of which more is kept than keys and values
-    return made, model.with_cache(dense)
+    return made, model.with_cache(unpadded)
 
 
 @CACHES.register("hydragen", "Hydragen: High-Throughput LLM Inference with Shared Prefixes", "Juravsky et al. 2024",

@@ -32,6 +32,7 @@ from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.kinds import ZOO, is_drafter, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.quantised import quantization
+from decodax.io.row_order import by_row
 from decodax.io.sentence_pieces import NEEDS, has_pieces, installed, read_pieces
 from decodax.io.text import Tokenizer
 from decodax.models import EncoderDecoder, Transformer, adapters
@@ -304,6 +305,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     else:
         # last, since it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
+        params = by_row(model.config, params)
     lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)
@@ -320,7 +322,7 @@ def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"
     model, params = opened.load(dtype, mesh, context, weights)
-    lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
+    lm = LM(model=model, params=by_row(model.config, params), vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=opened.generation_config(tokenizer), name=path.stem, mesh=mesh, entries=opened.entries,
             file=path, diffusion=opened.diffusion())
     return lm if adapter is None else lm.with_adapter(adapter, merge=False)

@@ -21,6 +21,7 @@ from decodax.core.mesh import on_mesh
 from decodax.io import huge_pages
 from decodax.io.load import LM
 from decodax.io.packed import ENTRY, place_packed
+from decodax.io.row_order import by_row
 from decodax.io.saving import save_encoder_decoder, save_mamba2, save_model
 from decodax.io.sentence_pieces import PieceTokenizer
 from decodax.models.calibration import nothing, observe
@@ -98,7 +99,7 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
                 packed[path] = made if places is None else place_packed(made, is_table(path), places[path])
         report(len(chosen))
     leaves |= huge_pages.moved(packed)
-    return dataclasses.replace(lm, params=jax.tree.unflatten(tree, leaves.values()))
+    return dataclasses.replace(lm, params=by_row(lm.model.config, jax.tree.unflatten(tree, leaves.values())))
 
 
 def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> None:

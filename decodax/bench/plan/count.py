@@ -30,6 +30,7 @@ from decodax.core.types import Params
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.io.packed import layout
+from decodax.io.row_order import by_row
 from decodax.models.blocks.options import Layer
 from decodax.models.drafters.specs import head_shardings
 from decodax.models.experts import BLOCK
@@ -169,12 +170,14 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: 
     def begin(params: Params, policy: Any, tokens: Any, length: Any) -> Any:
         return init_state(method, lm.model, params, policy, tokens, length, size=capacity, max_new=jnp.int32(1))
 
-    state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
+    with jax.sharding.use_abstract_mesh(place.abstract_mesh):       # whose platform decides on the padding of a cache
+        state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
     if cache is not None and method.traits.caches:     # take the cache in the form that it has after the prompts
         seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
         bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
-        held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
-                                 params, (there(state.cache, place), None), bare)
+        with jax.sharding.use_abstract_mesh(place.abstract_mesh):
+            held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(
+                None, lm.model, p, held, s, width=256, rows=batch), params, (there(state.cache, place), None), bare)
         state = state.replace(cache=held[0])
     shape = dict(zip(names, mesh, strict=True))
 
@@ -219,8 +222,8 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
 
     if form is not None and form not in BEST:
         weights = jax.eval_shape(functools.partial(pack, weights=form), weights)
-    return jax.tree_util.tree_map_with_path(laid, weights, model.shardings(mesh),
-                                            is_leaf=lambda x: isinstance(x, Packed))
+    return by_row(model.config, jax.tree_util.tree_map_with_path(
+        laid, weights, model.shardings(mesh), is_leaf=lambda x: isinstance(x, Packed)))
 
 
 def _drafter_laid_out(method: Any, mesh: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache.dense import Dense, dense
+from decodax.cache.dense import Dense, unpadded
 from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
@@ -100,7 +100,7 @@ class PrefillConfig(PaperConfig):
         """Returns the cache that wraps `base`, an empty dense cache."""
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
-        return self.around(dense(shapes, batch, size, dtype, inputs), shapes)
+        return self.around(unpadded(shapes, batch, size, dtype, inputs), shapes)
 
 
 class WholePromptReader:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache import dense
+from decodax.cache.dense import unpadded
 from decodax.cache.key_values import KVLayer
 from decodax.cache.prefix import Prefix
 from decodax.caches.rotation import moved
@@ -77,7 +77,7 @@ def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
 
 def model_dtype(model: Model) -> Any:
     """Returns the dtype of a model's cache."""
-    return jax.eval_shape(lambda: model.with_cache(dense).init_cache(1, 8)).kv[0].dtype
+    return jax.eval_shape(lambda: model.with_cache(unpadded).init_cache(1, 8)).kv[0].dtype
 
 
 def shifted(shape: KVLayer, kv: np.ndarray, by: int) -> np.ndarray:
@@ -115,7 +115,7 @@ def extended(model: Model, shapes: Sequence[KVLayer], params: Any, kv: Sequence[
     block = STEP if room <= WALK else WALK
     room = -(-room // block) * block
     held = tuple(np.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0)))[None] for x in kv)
-    found = _extended(model.with_cache(dense), params, held, tokens, np.int32(start), np.int32(stop))
+    found = _extended(model.with_cache(unpadded), params, held, tokens, np.int32(start), np.int32(stop))
     return tuple(np.asarray(x)[0, :, :stop] for x in found)
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, TreeBuffer, Wrapper, dense
-from decodax.cache.dense import write_entries
+from decodax.cache import Dense, KVLayer, TreeBuffer, Wrapper
+from decodax.cache.dense import unpadded, write_entries
 from decodax.cache.entry import AskedEntry, own_entry
 from decodax.cache.key_values import KVConfig, Score, refuse_prefill
 from decodax.caches.quantize.codecs import Codec, Span
@@ -191,7 +191,7 @@ class QuantizedCache(Sized, DraftBase, WholePrompt):
         if not self.rest:
             return self
         B = self.length.shape[0]
-        return PromptToQuantize(base=dense(self.shapes, B, self.size, self.rest[0].dtype, self.given),
+        return PromptToQuantize(base=unpadded(self.shapes, B, self.size, self.rest[0].dtype, self.given),
                             gathered=tuple(self.kind.codec.start(shape, B) for shape in self.shapes),
                             shapes=self.shapes, kind=self.kind)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import dense
+from decodax.cache.dense import unpadded
 from decodax.cache.key_values import KVLayer
 from decodax.caches.constant import Constant, measured
 from decodax.caches.quantize.codecs import Codec, Codes, Span, WholeTokens, join_heads, pack, split_heads, unpack
@@ -109,7 +109,7 @@ class RotateKVCodec(Codec):
         model, n = prompt.model, prompt.tokens.shape[1]
         assert isinstance(model, LayeredModel)
         width, P = min(CHUNK, n), self.sinks
-        empty = dense(shapes, length.shape[0], kv[0].shape[2], kv[0].dtype).replace(kv=tuple(kv))
+        empty = unpadded(shapes, length.shape[0], kv[0].shape[2], kv[0].dtype).replace(kv=tuple(kv))
 
         def chunk(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
             begin = jnp.minimum(i * width, n - width)

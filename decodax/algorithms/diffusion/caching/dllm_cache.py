@@ -30,6 +30,7 @@ from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import cosine, rank
 from decodax.algorithms.diffusion.view import View
 from decodax.cache import AttentionView, Dense, Wrapper
+from decodax.cache.dense import dense, unpadded
 from decodax.cache.entry import KVEntry
 from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
@@ -98,12 +99,13 @@ class FeatureCache(Wrapper):
 
 
 def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: Any) -> Dense:
-    """Returns an empty cache of the model.
+    """Returns an empty cache of the model, without zeros behind entries (`decodax.cache.lanes`).
 
     Raises:
         ValueError: the cache is not dense.
     """
-    cache = model.init_cache(batch, capacity, params=params, inputs=inputs)
+    own = model.with_cache(unpadded) if model.cache_kind is dense else model
+    cache = own.init_cache(batch, capacity, params=params, inputs=inputs)
     if not isinstance(cache, Dense):
         raise ValueError(f"cache: got {type(cache).__name__}, takes a dense cache")
     return cache
