@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from decodax.bench.figures import markdown_table
+from decodax.train.corpus import corpus_name
+from decodax.train.tuning.python_docs import SOURCE
 from recipes.options import KINDS, Options
 
 CARD = """---
@@ -30,7 +32,7 @@ base_model: {target}
 
 def files_of(options: Options) -> str:
     """Returns the names of the files of examples in Markdown."""
-    return ", ".join(f"`{Path(file).name}`" for file in options.data)
+    return ", ".join(corpus_name() if file == SOURCE else f"`{Path(file).name}`" for file in options.data)
 
 
 def write_card(options: Options, directory: Path, facts: Mapping[str, Any], introduction: str, data: str,

@@ -71,6 +71,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
             shape={"width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "mlp": 384, "context": 64, "theta": 100.0}),
         "pycode-diffusion": Preset(
             dict(batch=8, length=256, peak=1e-3, warmup=100, minutes=40.0, init="pycode", block=8), text=True),
+        "pycode-sbd": Preset(dict(batch=8, length=256, peak=1e-3, warmup=60, minutes=40.0, init="pycode", block=8,
+                                  attention="causal-prefix", optimizer="muon"), text=True),
         "tiny": Preset(_SHORT, {**_TINY, "context": 64}),
         "tiny-text": Preset({**_SHORT, "length": 16, "block": 4}, {**_TINY, "context": 32}, text=True),
     },
@@ -285,7 +287,8 @@ class Options:
         made = known[preset]
         given = {"weight_decay": 0.1, "optimizer": "adamw", **made.options}
         if self.stage in STAGES:
-            given |= {**ANSWERS[made.text], **STAGES[self.stage], "optimizer": "adamw", "init": preset}
+            given |= {**ANSWERS[made.text], **STAGES[self.stage], "optimizer": "adamw", "init": preset,
+                      "attention": None}
             given |= {"length": min(made.options["length"], given["length"])} if made.text else {}
         minutes = given.pop("minutes", None)
         values = {"preset": preset, **{name: x for name, x in given.items() if getattr(self, name) is None}}

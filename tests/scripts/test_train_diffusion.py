@@ -273,6 +273,8 @@ def test_wrong_options_are_named(given, message):
     {"preset": "tasks-diffusion", "stage": "certainty", "span": 8},
     {"preset": "pycode-diffusion", "stage": "filter", "answers": 100},
     {"preset": "pycode-diffusion", "attention": "causal-prefix", "block": 16},
+    {"preset": "pycode-sbd", "block": 16},
+    {"preset": "pycode-sbd", "stage": "filter"},
 ])
 def test_the_command_on_a_card_repeats_the_options(given):
     options = made(**given, steps=9, decay_from=4)

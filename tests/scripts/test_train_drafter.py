@@ -21,6 +21,7 @@ from decodax.io.text import Tokenizer
 from decodax.jobs.own_chats import question_prompt, write_chats
 from decodax.models import EncoderDecoder, EncoderText
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
+from decodax.train import corpus
 from decodax.train.drafting.systems import SYSTEMS
 from decodax.train.drafting.texts import examples
 from decodax.train.export import word_tokenizer
@@ -67,6 +68,9 @@ def test_topics_of_pythons_help_are_texts_and_questions_on_them_are_chats(option
     lm = dx.load(options.target)
     texts = read_pairs([Path("python-docs")], lm)
     assert len(texts) > 50 and all(prompt is None for prompt, _ in texts) and "assert" in texts[0][1]
+    kept, held = ([document.text for document in part] for part in corpus.load_corpus())
+    source = read_pairs([Path("python-source")], lm)
+    assert source == [(None, text) for text in kept] and not {text for _, text in source} & set(held)
     asked = read_pairs([Path("python-questions")], lm)
     assert len(asked) > 100 and len({str(prompt) for prompt, _ in asked}) == len(asked)
     messages, answer = asked[0]

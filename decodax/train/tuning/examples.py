@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from decodax.train.tuning.python_docs import DOCS, QUESTIONS, python_docs, python_questions
+from decodax.train.tuning.python_docs import (
+    DOCS,
+    QUESTIONS,
+    SOURCE,
+    python_docs,
+    python_questions,
+    python_source,
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,11 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
 
     A line of a `.jsonl` file is an object with "prompt" and "target", with "messages" of a chat whose last one is
     learned, with "messages" and "text", which is what `decodax batch --keep messages` writes, or with "text" alone; any
-    other file is one text. The path "python-docs" stands for the topics of Python's `help()` as texts, and
-    "python-questions" for questions on their sections with the answers: chats if the model has a chat template, else
-    pairs. The model's own template formats a chat. The tokenizer adds its BOS to a text or prompt; the first id that
-    ends a text of the model follows a target or a text.
+    other file is one text. The path "python-docs" stands for the topics of Python's `help()` as texts, "python-source"
+    for the files of the standard library that the shipped models were trained on, and "python-questions" for questions
+    on the sections of `help()` with the answers: chats if the model has a chat template, else pairs. The model's own
+    template formats a chat. The tokenizer adds its BOS to a text or prompt; the first id that ends a text of the model
+    follows a target or a text.
 
     Args:
         files: paths.
@@ -63,8 +71,8 @@ def read_pairs(files: Sequence[Path], lm: Any) -> list[tuple[str | list[dict[str
 def _pairs(file: Path, chats: bool) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
     """Yields (prompt, target) for each example of a file; the prompt is a text or the messages of a chat, or None for a
     text without one. Questions on Python's documentation are such messages if `chats`."""
-    if str(file) == DOCS:
-        yield from ((None, text) for text in python_docs())
+    if str(file) in (DOCS, SOURCE):
+        yield from ((None, text) for text in (python_docs() if str(file) == DOCS else python_source()))
         return
     if str(file) == QUESTIONS:
         yield from (([{"role": "user", "content": question}] if chats else f"{question}\n\n", answer)

@@ -1,4 +1,4 @@
-"""Training texts from the documentation that every Python interpreter has: the topics of `help()`."""
+"""Training texts that every Python interpreter has: the topics of `help()`, and the source of the standard library."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 from pydoc_data.topics import topics
 
-DOCS, QUESTIONS = "python-docs", "python-questions"
-"""Names that stand for a file of these texts: the topics, and questions on their sections with the answers."""
+from decodax.train import corpus
+
+DOCS, QUESTIONS, SOURCE = "python-docs", "python-questions", "python-source"
+"""Names that stand for a file of these texts: the topics, questions on their sections with the answers, and the source
+files that the shipped Python models were trained on."""
 
 LEAST = 200
 """Characters of the shortest section that answers a question."""
@@ -35,4 +38,9 @@ def python_questions() -> Iterator[tuple[str, str]]:
                 yield QUESTION.format(title), body
 
 
-__all__ = ["DOCS", "QUESTIONS", "python_docs", "python_questions"]
+def python_source() -> Iterator[str]:
+    """Yields the text of each file of the standard library that is not held out (`decodax.train.corpus`), in order."""
+    yield from (document.text for document in corpus.load_corpus()[0])
+
+
+__all__ = ["DOCS", "QUESTIONS", "SOURCE", "python_docs", "python_questions", "python_source"]
