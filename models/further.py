@@ -115,7 +115,7 @@ HY4 = FurtherLayers("{stem}mtp_layers.{index}.", False, {**INTO, "norm.scale": "
 the final norm, and an indexer of its own. vLLM's `hy_v4_mtp` also takes a zero for the first embedding."""
 
 LING = FurtherLayers("{stem}layers.{index}.", True, {**INTO, "norm.scale": "{layer}final_layernorm.weight"})
-"""Ling 3, as in the authors' `modeling_bailing_moe_v3`: a layer with latent attention and a mixture. vLLM's
+"""Ling 3, as the authors' `BailingMoeV3MTPLayer`: a layer with latent attention and a mixture. vLLM's
 `bailing_moe_mtp` also takes a zero for the first embedding."""
 
 GLM5_NEXT = dataclasses.replace(DEEPSEEK, one_stream=True)
@@ -151,10 +151,10 @@ those before the norms in all places; `MtpModel` of transformers takes those aft
 
 FURTHER = {**dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), DEEPSEEK),
            **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN), "mimo": MIMO,
-           "deepseek_v4": DEEPSEEK_V4,
-           **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE), "mimo_v2_flash": MIMO_V2, "hy_v3": HY3,
-           **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), HY4), "bailing_hybrid": LING, "glm5_next_text": GLM5_NEXT,
-           "minimax_m3_vl_text": MINIMAX_M3, "nemotron_h": NEMOTRON, "longcat_flash": LONGCAT, "step3p5": STEP}
+           "deepseek_v4": DEEPSEEK_V4, **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), ERNIE), "mimo_v2_flash": MIMO_V2,
+           "hy_v3": HY3, **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), HY4), "bailing_hybrid": LING,
+           "glm5_next_text": GLM5_NEXT, "minimax_m3_vl_text": MINIMAX_M3, "nemotron_h": NEMOTRON,
+           "longcat_flash": LONGCAT, "step3p5": STEP}
 """By `model_type`. Of other families further layers are not read."""
 
 SPECULATORS = FurtherLayers("mtp_layers.{index}.", False, {
