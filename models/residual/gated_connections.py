@@ -6,8 +6,7 @@ stream is divided by its root mean square and scaled: `Y_k`. With two narrow mat
 
     g = sigmoid(U silu(A Y / n))        x = mean over k of g_k Y_k        X_k <- X_k + 2 sigmoid(C Y / n)_k half(x)
 
-where `Y` is the vector of all `Y_k`, and `*` between `g_k` and `Y_k` is channel by channel. Halves have no norm of
-their own.
+where `Y` is the vector of all `Y_k`, and `g_k Y_k` is taken channel by channel. Halves have no norm of their own.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class GatedEnds(StreamGates):
         return jnp.repeat(x[:, :, None], self.count, 2)
 
     def join(self, streams: Array) -> Array:
-        """Returns the mean of the streams behind their gates, `f[B, W, D]`."""
+        """Returns the mean of the streams times their gates, `f[B, W, D]`."""
         return self.read(streams)[0]
 
     def shown(self, streams: Array) -> Array:

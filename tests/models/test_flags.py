@@ -40,6 +40,8 @@ WITHOUT_EFFECT_HERE = {
     # nor does transformers read the number of key/value heads, which is that of heads
     **{kind: {"head_dim", "qk_head_dim", "num_key_value_heads"} for kind in ("hy_v4", "hy_v4_vl_text")},
     "glm5_next_text": {"qk_head_dim"},
+    # the shards of a table are counted, and the states of convolutions are those of other options
+    "qwen4_exp_text": {"number_of_conv_states", "split_ngram_parts"},
     "bailing_hybrid": {"head_dim", "qk_head_dim", "first_k_dense_replace", "layer_group_size", "rope_theta",
                        "short_conv_kernel_size"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},

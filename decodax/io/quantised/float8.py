@@ -121,7 +121,8 @@ class Float8Weights(Scheme):
         stem = source.tensors[0].removesuffix(".weight")
         stem = stem.rpartition(".shard_")[0] if source.joined else stem
         scale = file.require(f"{stem}.weight_scale", ((), (1,), (1, 1)), SCALES)
-        return ShardedTable(file, stem, *source.full, (*shapes, scale), source.joined or source.full[0])
+        rows, width = source.full
+        return ShardedTable(file, stem, rows, width, (*shapes, scale), source.joined or rows)
 
     def unused(self, stem: str) -> tuple[str, ...]:
         return tuple(f"{stem}.{tail}" for tail in ("activation_scale", "input_scale", "input_scale_ub"))

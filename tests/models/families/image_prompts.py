@@ -15,7 +15,8 @@ from decodax.models import Images
 from tests.models.families.tiny_images import saved
 
 IMAGE, NEW = 96, 6
-MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "hy4-vl")
+MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe", "qwen4",
+         "hy4-vl")
 PIXTRAL = ("mistral3", "mistral-large4")
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
 """Sizes of each prompt's images, in patches, four of which make a token; in Hy4 each row has one more. Images of other

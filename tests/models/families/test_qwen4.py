@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_tensors
 from transformers.models.qwen4_exp import modeling_qwen4_exp as published
 
 import decodax as dx
@@ -78,6 +79,7 @@ def test_a_table_in_any_number_of_shards_is_the_same(tmp_path: Path) -> None:
         dx.load(tmp_path)
 
 
+@pytest.mark.wide
 def test_a_table_in_fp8_with_one_scale_stays_packed(tmp_path: Path) -> None:
     saved("qwen4", tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
@@ -85,8 +87,7 @@ def test_a_table_in_fp8_with_one_scale_stays_packed(tmp_path: Path) -> None:
     for name in [name for name in tensors if ".shard_" in name]:
         tensors[name] = (tensors[name] / 0.25).to(torch.float8_e4m3fn)
         tensors[f"{name.partition('.shard_')[0]}.weight_scale"] = torch.tensor([0.25])
-    from safetensors.torch import save_file as save
-    save(tensors, file)
+    save_tensors(tensors, file)
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {
         "quant_method": "fp8", "weight_block_size": [128, 128]}}))
     lm = dx.load(tmp_path)

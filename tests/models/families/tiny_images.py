@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.models.families.tiny_qwen4 import QWEN4
 from tests.models.families.tiny_seeing import GLM5_NEXT, GLM_EYE, HY4_EYE, MUSE_EYE
 from tests.models.tiny import COMMON, DELTA, GEMMA4, HY4, LARGE, MINIMAX_M3, MUSE, SHARED, SMALL_WINDOW
 
@@ -52,6 +53,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
     "qwen3.5-moe": ("qwen3_5_moe", {**DELTA, **SHARED, **MROPE_NEXT, "head_dim": 16, "num_hidden_layers": 2,
                                     "layer_types": DELTA["layer_types"][:2]}, EYE, PLACES,
                     "model.language_model.layers."),
+    "qwen4": ("qwen4_exp", {**QWEN4, "eos_token_id": 2, "rope_parameters": {
+        **MROPE_NEXT["rope_parameters"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}, EYE, PLACES,
+              "model.language_model.layers."),
     "ministral3": ("mistral3", {"model_type": "ministral3", "head_dim": 8, "sliding_window": None, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}, PIXTRAL,
