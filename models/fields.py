@@ -191,6 +191,10 @@ NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attentio
           "compress_rates", "attention_other_setting")
 
 
+INSIDE = {"step3p7": "step3p5"}
+"""The `model_type` of the language model, by that of the whole, where transformers does not read the former."""
+
+
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     """Returns the entries of a `config.json` after checking them.
 
@@ -227,6 +231,8 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
             shown = repr(value)
             shown = shown if len(shown) < 80 else f"{shown[:76]} ..."
             raise ValueError(f"{inside}{key}: got {shown}, takes {kind.takes}")
+        if key == "text_config" and (kind_inside := INSIDE.get(str(c.get("model_type")))) is not None:
+            value = {**value, "model_type": kind_inside}
         found[key] = checked(value, f"{inside}{key}.") if key in NESTED else value
     return found
 

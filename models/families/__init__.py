@@ -38,7 +38,7 @@ from decodax.models.families import (
 )
 from decodax.models.families.flags import refuse_unread
 from decodax.models.families.nearest import nearest
-from decodax.models.fields import checked
+from decodax.models.fields import INSIDE, checked
 from decodax.models.reading import Json
 
 
@@ -98,8 +98,7 @@ def text_part(c: Json) -> Json:
     if kind not in WITH_IMAGES:
         return c
     inner = c.get("text_config") or {}
-    # transformers does not read what Step 3.7 calls its language model.
-    family = WITH_IMAGES[kind] if kind == "step3p7" else inner.get("model_type", WITH_IMAGES[kind])
+    family = INSIDE.get(kind) or inner.get("model_type", WITH_IMAGES[kind])
     own = {key: value for key, value in c.items() if not key.endswith("_config") and key != "architectures"}
     # The whole model's entry decides about tying the head, whatever text_config says.
     tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}

@@ -151,10 +151,10 @@ def test_packed_experts_give_nearly_the_tokens_scores(home: Path) -> None:
 
 def test_adapters_have_the_names_of_the_layers_of_files(home: Path, tmp_path: Path) -> None:
     model, _ = load_model(home)
-    low = {"a": jnp.ones((12, 2)), "b": jnp.ones((2, 80))}
-    adapter = {"layers": {"3": {"attn": {"q_b": {"kernel": low}}}}}
+    low = {"a": jnp.ones((40, 2)), "b": jnp.ones((2, 32))}
+    adapter = {"layers": {"3": {"attn": {"o": {"kernel": low}}}}}
     adapters.save(tmp_path, adapter, model, "longcat_flash")
     assert set(load_file(tmp_path / "adapter_model.safetensors")) == {
-        f"base_model.model.model.layers.1.self_attn.1.q_b_proj.lora_{part}.weight" for part in "AB"}
+        f"base_model.model.model.layers.1.self_attn.1.o_proj.lora_{part}.weight" for part in "AB"}
     back = adapters.read(tmp_path, model, "longcat_flash")
     jax.tree.map(np.testing.assert_array_equal, back, adapter)
