@@ -158,7 +158,8 @@ class RecurrentHeadNetwork(nnx.Module):
         into = lambda width: Linear(rngs, (width, c.width), (None, "embed"), h.bias)
         several = h.streams > 1
         self.fc = None if h.fuse == "attention" or several else into(wide + c.width)
-        self.embed_fc, self.state_fc = (into(wide), into(c.width)) if several else (None, None)
+        self.embed_fc = into(wide) if several else None
+        self.state_fc = into(c.width) if several else None
         self.streams = HyperEnds(c, rngs) if several else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         first = self.layers["0"]
