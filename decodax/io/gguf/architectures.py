@@ -82,8 +82,15 @@ def _granite(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    window = m.get("attention.sliding_window")
-    return {**c, "model_type": "olmo3" if window else "olmo2", **({"sliding_window": window} if window else {})}
+    if not (window := m.get("attention.sliding_window")):
+        return {**c, "model_type": "olmo2"}
+    near = m.each("attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(c["num_hidden_layers"])])
+    own, far = {k: v for k, v in c.items() if k != "rope_scaling"}, {
+        "rope_type": "default", "rope_theta": c["rope_theta"]}
+    # Only layers without a window have a scaling.
+    return {**own, "model_type": "olmo3", "sliding_window": window, "layer_types": kinds_of(near), "rope_parameters": {
+        "full_attention": {**far, **c.get("rope_scaling", {})},
+        "sliding_attention": {**far, "rope_theta": m.get("rope.freq_base_swa", c["rope_theta"])}}}
 
 
 def _cohere(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:

@@ -68,8 +68,10 @@ DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 _RULES: dict[Splitting, str] = {
     Splitting((LLAMA3,), whole=True, begins=True): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
-    Splitting((LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
+    Splitting((LLAMA3,)): "dbrx smaug-bpe chatglm-bpe",
+    Splitting((LLAMA3,), whole=True): "glm4 glm5",
     Splitting((QWEN2,)): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2",
+    Splitting((r"[^\n]+|[\n]+", QWEN2)): "laguna",
     Splitting((QWEN35,)): "qwen35",
     Splitting((GPT2,)): "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum",
     Splitting((r"\p{N}", GPT2)): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",

@@ -258,12 +258,18 @@ NEW: dict[str, Kind] = {
         "layer_rope_theta": [0, 1e4, 1e4]}, like="granite"),
     "granite-moe-swa": Kind("granite_swa", "granite-moe-swa", granite_swa, placed(granite_moe), {
         "layer_rope_theta": [1e4, 1e4, 0]}, like="granite"),
+    "olmo3": Kind("olmo2", "olmo3", lambda c, t: {
+        **near(c), "rope.freq_base": 1e4, "rope.freq_base_swa": 1e4, "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}, more={"rope_parameters": {
+            "full_attention": tiny.YARN["rope_parameters"],
+            "sliding_attention": tiny.rope("default")["rope_parameters"]}}),     # llama.cpp has one base
     "glm": Kind("chatglm", "glm", lambda c, t: {
         "rope.dimension_count": 8, "attention.layer_norm_rms_epsilon": 1e-5}, more={
             "head_dim": 16, "hidden_size": 64, "rms_norm_eps": 1e-5}, like="glm4"),
     "youtu": Kind("deepseek2", "youtu", lambda c, t: {
         "attention.head_count_kv": 1, "attention.kv_lora_rank": 16, "attention.key_length": 24,
-        "expert_shared_count": 0, "attention.value_length": 16, "attention.value_length_mla": 10, "attention.key_length_mla": 20,
+        "expert_shared_count": 0, "attention.value_length": 16, "attention.value_length_mla": 10,
+        "attention.key_length_mla": 20,
         "rope.dimension_count": 8, "leading_dense_block_count": 3, "attention.q_lora_rank": 12,
         "expert_feed_forward_length": 48}, placed(absorbed)),
     "deepseek-v32": Kind("deepseek32", "deepseek-v32", indexed, placed(absorbed), {
