@@ -36,14 +36,16 @@ def row_order(shape: Sequence[int]) -> tuple[int, ...] | None:
     return best if padded[best] > min(padded.values()) else None
 
 
-def by_row(c: DecoderConfig, weights: dict[str, Any]) -> dict[str, Any]:
+def by_row(c: object, weights: dict[str, Any]) -> dict[str, Any]:
     """Returns a decoder's weights, with an untied embedding table and the experts stored by row on TPUs. The dict is
     changed in place, weight by weight, since two copies of all experts may not fit.
 
     Args:
-        c: the configuration.
+        c: the configuration. Weights of other networks than decoders stay as they are.
         weights: a nested dict of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
     """
+    if not isinstance(c, DecoderConfig):
+        return weights
     if not c.tied:      # the head reads all of a tied table in each round, and would read its padding
         weights["embed"] = _placed(weights["embed"], c.vocab)
     for i, layer in enumerate(c.layers):
@@ -63,7 +65,8 @@ def _walk(weights: dict[str, Any], rows: int) -> None:
 def _placed(weight: Any, rows: int) -> Any:
     """Returns a weight, which may be packed, with its arrays of that many rows stored by row."""
     def one(x: Any) -> Any:
-        if x.ndim < 2 or x.shape[0] != rows or itemsize_bits(x.dtype) < 8 or not _on_tpus(x.sharding):
+        if x.ndim < 2 or x.shape[0] != rows or itemsize_bits(x.dtype) < 8 or not _on_tpus(
+                getattr(x, "sharding", None)):
             return x
         order = row_order(x.sharding.shard_shape(x.shape))
         if order is None:
@@ -76,7 +79,7 @@ def _placed(weight: Any, rows: int) -> Any:
 
 
 def _on_tpus(sharding: Any) -> bool:
-    """Returns True if arrays with this sharding lie on TPUs. A mesh may have no devices."""
+    """Returns True if arrays with this sharding lie on TPUs. NumPy arrays have none, and a mesh may have no devices."""
     try:
         return any(device.platform == "tpu" for device in sharding.device_set)
     except (AttributeError, ValueError):

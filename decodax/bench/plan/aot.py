@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from decodax.bench.plan.count import Setup, blocks_of_experts, kv_reads
 from decodax.bench.report import WAITING, Instruction, Program, parse, rounds, total, traffic
 from decodax.bench.tpu import environment
+from decodax.cache.lanes import LANES
 from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
 
@@ -114,7 +115,8 @@ def skipped(s: Setup, program: Program) -> int:
         block = tpu.block_of(read.heads, s.capacity, read.shape.both, item)
         if block is not None:
             last = -(-s.live // block)
-            total += read.entry * (s.capacity - block * (last - (s.live - read.held) // block))
+            entry = read.entry * -(-read.shape.both // LANES) * LANES // read.shape.both      # with its tile's padding
+            total += entry * (s.capacity - block * (last - (s.live - read.held) // block))
     return total
 
 
