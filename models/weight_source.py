@@ -151,8 +151,8 @@ def is_table(path: str) -> bool:
 
 
 def kernel_of(path: str, weight: Array) -> Array:
-    """Returns a weight as a kernel `f[..., K, N]`; an embedding table is transposed."""
-    return weight.T if path == "embed" else weight
+    """Returns a weight as a kernel `f[..., K, N]`; a table is transposed."""
+    return weight.T if is_table(path) else weight
 
 
 def stored_dtype(path: str, name: str) -> str:

@@ -16,7 +16,6 @@ from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
 from decodax.core.target import for_target
-from decodax.io.kinds import is_drafter
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
 
@@ -195,9 +194,8 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     algorithms run measurements when they are made."""
     draft = given.draft if draft is None else draft
     if isinstance(draft, (str, os.PathLike)):
-        trained = given.entry.takes_drafter or is_drafter(draft)
-        if trained:
-            from decodax.io.drafters import load_drafter
+        from decodax.io.drafters import holds_drafter, load_drafter
+        if given.entry.takes_drafter or holds_drafter(draft):
             draft = load_drafter(draft, lm)
         else:
             draft = model(draft)
