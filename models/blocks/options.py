@@ -14,7 +14,7 @@ from decodax.common.arguments import check_counts
 from decodax.models.compressed.options import Pooling, SharedKey
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import GatedDelta, RecurrentBlocks
-from decodax.models.residual.options import NGrams
+from decodax.models.residual.options import TokenNGrams
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -170,7 +170,7 @@ class Layer:
     half: Literal["attention", "mlp"] | None = None
     beside: bool = False
     index: BlockIndex | GroupIndex | None = None
-    ngrams: NGrams | None = None
+    ngrams: TokenNGrams | None = None
 
     def __post_init__(self) -> None:
         chosen = self.latent is not None and self.latent.indexer is not None

@@ -11,7 +11,7 @@ from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.reading import Json, read_experts, read_rope, read_shape, refuse_others, with_experts
 from decodax.models.recurrent.options import GatedDelta
-from decodax.models.residual.options import GatedConnections, NGrams
+from decodax.models.residual.options import GatedConnections, TokenNGrams
 
 ATTENDS = ("indexed_attention", "full_attention")
 INDEX = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
@@ -75,7 +75,7 @@ def _kinds(c: Json) -> list[str]:
     return list(kinds[:count])
 
 
-def _ngrams(c: Json) -> dict[int, NGrams]:
+def _ngrams(c: Json) -> dict[int, TokenNGrams]:
     """Returns the options of the embeddings of n-grams, by the index of the layer before which they are added."""
     found: list[int] = sorted(set(c.get("ple_layer_ids") or ()))
     if not found:
@@ -91,7 +91,7 @@ def _ngrams(c: Json) -> dict[int, NGrams]:
     if c["ngram_size"] < 2 or width % count:
         raise ValueError(f"ple_embed_dim: got {width} with ngram_size = {c['ngram_size']}, takes a multiple of the "
                          f"number of tables, (ngram_size - 1) heads_per_ngram = {count}, and an ngram_size from 2")
-    return {layer - 1: NGrams(width, c["ngram_size"], c["heads_per_ngram"], c["ngram_vocab_size_base"], number,
+    return {layer - 1: TokenNGrams(width, c["ngram_size"], c["heads_per_ngram"], c["ngram_vocab_size_base"], number,
                               c["seed"], c["make_ngram_vocab_size_divisible_by"], stop, c["vocab_size"],
                               (c["hc_count"], c["hidden_size"]), c["ple_conv_kernel_size"])
             for number, layer in enumerate(found)}

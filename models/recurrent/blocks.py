@@ -21,7 +21,7 @@ from decodax.models.recurrent.selective_scan import SelectiveScanBlock
 from decodax.models.recurrent.short_conv import ShortConvBlock
 from decodax.models.recurrent.ssd import SsdBlock
 from decodax.models.recurrent.walks import linear_block_states
-from decodax.models.residual.options import NGrams
+from decodax.models.residual.options import TokenNGrams
 
 Block = RecurrentBlock | DeltaBlock | ShortConvBlock | SsdBlock | SelectiveScanBlock
 """The network of any of the blocks."""
@@ -53,7 +53,7 @@ def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typ
     """Returns the empty cache for the states of a decoder's recurrent blocks, for `batch` rows of up to `capacity`
     tokens. `inputs` are kept as the attribute `Cache.inputs`."""
     rules = [c.layers[i].recurrent if part == 1 else c.layers[i].ngrams for i, part in c.entries if part]
-    linear = [rule for rule in rules if isinstance(rule, GatedDelta | ShortConv | Ssd | Pooling | NGrams)]
+    linear = [rule for rule in rules if isinstance(rule, GatedDelta | ShortConv | Ssd | Pooling | TokenNGrams)]
     if linear:
         return linear_block_states(linear, batch, capacity, dtype, inputs)
     states = [rg_lru.empty(rule, batch, dtype) if isinstance(rule, RgLru) else

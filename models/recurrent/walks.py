@@ -15,7 +15,7 @@ from decodax.cache.recurrence import chained
 from decodax.cache.recurrent import Along, Step, stepped
 from decodax.models.compressed.options import Pooling
 from decodax.models.recurrent.options import GatedDelta, ShortConv, Ssd
-from decodax.models.residual.options import NGrams
+from decodax.models.residual.options import TokenNGrams
 
 Inputs = tuple[Array, ...]
 """Inputs of a convolution."""
@@ -136,17 +136,17 @@ def _shifted(x: Inputs, conv: int) -> list[Inputs]:
     return [tuple(part[:, i:i + x[0].shape[1]] for part in whole) for i in range(conv)]
 
 
-def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd | Pooling | NGrams], batch: int, capacity: int,
+def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd | Pooling | TokenNGrams], batch: int, capacity: int,
                         dtype: jax.typing.DTypeLike, inputs: Any) -> LinearRecurrent:
     """Returns the empty states of layers with a convolution and a linear recurrence, or a convolution alone, and
     of embeddings of n-grams; `inputs` are `Cache.inputs`."""
     def ring(r: Any) -> Inputs:
-        if isinstance(r, NGrams):       # the last tokens, and the last inputs of the convolution
+        if isinstance(r, TokenNGrams):       # the last tokens, and the last inputs of the convolution
             return jnp.full((batch, r.size - 1), r.stop, jnp.int32), jnp.zeros((batch, r.span, *r.streams), dtype)
         return tuple(jnp.zeros((batch, r.conv - 1, *shape), dtype) for shape in r.rings)
 
     return LinearRecurrent(
         rings=tuple(map(ring, rules)),
-        states=tuple(None if isinstance(r, NGrams) or r.state_shape is None else
+        states=tuple(None if isinstance(r, TokenNGrams) or r.state_shape is None else
                      jnp.zeros((batch, *r.state_shape), jnp.float32) for r in rules),
         length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs)

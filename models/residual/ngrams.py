@@ -38,10 +38,10 @@ from decodax.models.config import DecoderConfig
 from decodax.models.layers import Linear, weight
 from decodax.models.packed import embedded
 from decodax.models.residual.gated_connections import StreamNorm
-from decodax.models.residual.options import NGrams
+from decodax.models.residual.options import TokenNGrams
 
 
-def table_rows(rule: NGrams, tokens: Array) -> Array:
+def table_rows(rule: TokenNGrams, tokens: Array) -> Array:
     """Returns the rows of the n-grams that end with a token, `i32[..., tables]`, in the table of all of them.
 
     Args:
@@ -86,7 +86,7 @@ def _remainders(numbers: Array, divisors: tuple[int, ...]) -> Array:
     return found.astype(jnp.int32)
 
 
-def own_text(rule: NGrams, tokens: Array, positions: Array) -> Array:
+def own_text(rule: TokenNGrams, tokens: Array, positions: Array) -> Array:
     """Returns the tokens of n-grams, `i32[B, W, n]`, the last token first, in which the token that ends a text takes
     the place of those before it and before the beginning.
 
@@ -103,7 +103,7 @@ def own_text(rule: NGrams, tokens: Array, positions: Array) -> Array:
 class NGramInput(nnx.Module):
     """Computes what is added to the residual streams before a layer, from the n-grams of tokens."""
 
-    def __init__(self, c: DecoderConfig, rule: NGrams, rngs: nnx.Rngs):
+    def __init__(self, c: DecoderConfig, rule: TokenNGrams, rngs: nnx.Rngs):
         self.rule, (n, width) = rule, rule.streams
         norm = lambda: StreamNorm(c.norm, n, width)
         self.table = weight(rngs, (rule.rows, rule.width // rule.tables), ("ngrams", None))

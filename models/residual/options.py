@@ -76,7 +76,7 @@ class GatedConnections:
 
 
 @dataclasses.dataclass(frozen=True)
-class NGrams:
+class TokenNGrams:
     """Options of the embeddings of n-grams of tokens (Qwen4). See `decodax.models.residual.ngrams`.
 
     Attributes:

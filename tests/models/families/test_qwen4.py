@@ -26,13 +26,13 @@ from decodax.models.families import read_config
 from decodax.models.names import flatten, stored_dtype
 from decodax.models.recurrent.options import GatedDelta
 from decodax.models.residual.ngrams import own_text, table_rows
-from decodax.models.residual.options import NGrams
+from decodax.models.residual.options import TokenNGrams
 from tests.models.families.tiny_qwen4 import QWEN4
 from tests.models.tiny import CASES, COMMON, saved
 
 CONFIG = {"model_type": "qwen4_exp_text", **COMMON, **QWEN4}
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9], [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]]
-REAL = NGrams(2048, 3, 8, 20_000_000, 1, 1234, 128, 248_044, 248_320, (4, 2048))
+REAL = TokenNGrams(2048, 3, 8, 20_000_000, 1, 1234, 128, 248_044, 248_320, (4, 2048))
 """Sizes of the defaults of transformers, in the second layer with such embeddings."""
 
 
@@ -55,7 +55,7 @@ def test_rows_of_n_grams_are_those_of_whole_numbers_of_64_bits() -> None:
 
 def test_n_grams_end_at_the_beginning_and_at_the_token_that_ends_a_text() -> None:
     text = [4, 7, 5, 6, 8, 9]
-    rule = NGrams(9, 4, 1, 50, 0, 0, 1, 7, 10, (2, 8))
+    rule = TokenNGrams(9, 4, 1, 50, 0, 0, 1, 7, 10, (2, 8))
     tokens = jnp.asarray([[[text[max(i - j, 0)] for j in range(4)] for i in range(6)]])
     found = own_text(rule, tokens, jnp.arange(6)[None])
     assert found[0].tolist() == [[4, 7, 7, 7], [7, 4, 7, 7], [5, 7, 7, 7], [6, 5, 7, 7], [8, 6, 5, 7], [9, 8, 6, 5]]
