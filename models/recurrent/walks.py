@@ -136,8 +136,8 @@ def _shifted(x: Inputs, conv: int) -> list[Inputs]:
     return [tuple(part[:, i:i + x[0].shape[1]] for part in whole) for i in range(conv)]
 
 
-def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd | Pooling | TokenNGrams], batch: int, capacity: int,
-                        dtype: jax.typing.DTypeLike, inputs: Any) -> LinearRecurrent:
+def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd | Pooling | TokenNGrams], batch: int,
+                        capacity: int, dtype: jax.typing.DTypeLike, inputs: Any) -> LinearRecurrent:
     """Returns the empty states of layers with a convolution and a linear recurrence, or a convolution alone, and
     of embeddings of n-grams; `inputs` are `Cache.inputs`."""
     def ring(r: Any) -> Inputs:
