@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.dtypes import itemsize_bits
 from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, NamedSharding
 
 from decodax.models.config import DecoderConfig
 
@@ -65,8 +67,8 @@ def _walk(weights: dict[str, Any], rows: int) -> None:
 def _placed(weight: Any, rows: int) -> Any:
     """Returns a weight, which may be packed, with its arrays of that many rows stored by row."""
     def one(x: Any) -> Any:
-        if x.ndim < 2 or x.shape[0] != rows or itemsize_bits(x.dtype) < 8 or not _on_tpus(
-                getattr(x, "sharding", None)):
+        if isinstance(x, np.ndarray) or x.ndim < 2 or x.shape[0] != rows or (
+                itemsize_bits(x.dtype) < 8 or not _on_tpus(x.sharding)):
             return x
         order = row_order(x.sharding.shard_shape(x.shape))
         if order is None:
@@ -79,8 +81,7 @@ def _placed(weight: Any, rows: int) -> Any:
 
 
 def _on_tpus(sharding: Any) -> bool:
-    """Returns True if arrays with this sharding lie on TPUs. NumPy arrays have none, and a mesh may have no devices."""
-    try:
-        return any(device.platform == "tpu" for device in sharding.device_set)
-    except (AttributeError, ValueError):
+    """Returns True if arrays with this sharding lie on TPUs. None, and a mesh without devices, lie on none."""
+    if sharding is None or (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
         return False
+    return any(device.platform == "tpu" for device in sharding.device_set)

@@ -57,6 +57,7 @@ def test_no_experts_are_copied_of_which_there_are_as_many_as_lanes() -> None:
     assert p.compiled.temporaries < 0.05 * p.counts.weights and p.padded < 1.03
 
 
+@pytest.mark.wide
 def test_weights_by_row_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU, too, takes arrays in another order of axes."""
     config = read_config({
