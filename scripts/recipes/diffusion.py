@@ -52,8 +52,8 @@ demonstrations, tests and comparisons of decoding methods; it writes plausible P
 
 LAYOUT = """
 
-The layout is that of a Llama, and `transformers` loads it as one, with the causal attention that this model was not
-trained with. What decoding has to know is in config.json: `mask_token_id` and the entry `diffusion`."""
+The layout is that of a Llama, and `transformers` loads it as one, with causal attention{without}. What
+decoding has to know is in config.json: `mask_token_id` and the entry `diffusion`."""
 
 SEES = {
     "full": ("the bound on the likelihood of masked diffusion (LLaDA's loss)", "every token sees every token"),
@@ -260,7 +260,8 @@ def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[st
         loss = "certainty forcing on its own answers (dParallel)"
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT if text else problems.END)
     special["mask_token"] = source.tokenizer.id_to_token(kind.mask)
-    start = f"made from the autoregressive `{facts['init']}`" if facts["init"] else "trained from scratch"
+    kinds = "" if options.init is None or load_diffusion(find(options.init)) else "the autoregressive "
+    start = f"made from {kinds}`{facts['init']}`" if facts["init"] else "trained from scratch"
     rows = {"attention": attention.format(block=kind.block), "training data": facts["data"],
             "mask token": f"`{special['mask_token']}`, id {kind.mask}; logits at a position predict "
                           f"{'the next one' if kind.shift else 'that position'}",
@@ -270,7 +271,8 @@ def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[st
     publish(target, "-".join(filter(None, (options.preset, options.stage))), source.model, shipped, source.tokenizer,
             facts, special, {"diffusion": own}, introduction=TEXT.format(made=start) if text else PROBLEMS, rows=rows,
             tags=["diffusion"], language="code" if text else "en",
-            figures=(text_figures if text else problem_figures)(facts) + LAYOUT)
+            figures=(text_figures if text else problem_figures)(facts) + LAYOUT.format(
+                without="" if kind.attention == "causal-prefix" else ", which this model was not\ntrained with"))
     return shown(facts["held_out"])
 
 

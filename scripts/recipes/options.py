@@ -71,8 +71,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
             shape={"width": 128, "layers": 4, "heads": 4, "kv_heads": 4, "mlp": 384, "context": 64, "theta": 100.0}),
         "pycode-diffusion": Preset(
             dict(batch=8, length=256, peak=1e-3, warmup=100, minutes=40.0, init="pycode", block=8), text=True),
-        "pycode-sbd": Preset(dict(batch=8, length=256, peak=1e-3, warmup=60, minutes=40.0, init="pycode", block=8,
-                                  attention="causal-prefix", optimizer="muon"), text=True),
+        "pycode-sbd": Preset(dict(batch=4, length=256, peak=5e-4, warmup=40, minutes=40.0, init="pycode-diffusion",
+                                  block=8, attention="causal-prefix", optimizer="muon"), text=True),
         "tiny": Preset(_SHORT, {**_TINY, "context": 64}),
         "tiny-text": Preset({**_SHORT, "length": 16, "block": 4}, {**_TINY, "context": 32}, text=True),
     },

@@ -47,7 +47,7 @@ def test_a_page_has_the_method_of_its_paper_and_the_measured_figures():
     assert "::: decodax.caches.sparse.louiskv.LouisKVConfig" in page and "| louiskv:skip=(0,1) |" in page
 
 
-TRAINED = ("apd", "assd", "sbd", "pard", "pard-2", "specdec",
+TRAINED = ("apd", "assd", "pard", "pard-2", "specdec",
            *(name for name, e in ALGORITHMS.items() if e.takes_drafter))
 """Systems for models that are trained first, as their docstrings say."""
 

@@ -37,7 +37,8 @@ def kept() -> list[data.Document]:
 
 
 def test_target_draft_and_diffusion_models_are_shipped():
-    assert {"numerals", "pycode", "pycode-draft", "pycode-diffusion", "recall", "sums", "tasks-diffusion"} <= set(NAMES)
+    assert {"numerals", "pycode", "pycode-draft", "pycode-diffusion", "pycode-sbd", "recall", "sums",
+            "tasks-diffusion"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,6 +172,16 @@ def test_a_shipped_diffusion_model_has_a_filter_of_its_own(name):
     assert facts["preset"] == facts["init"] == name and f"--preset {name}" in facts["command"]
     assert sum(x.size for x in (own.hidden, own.hidden_bias, own.out, own.out_bias)) == facts["parameters"]
     assert own.block == (load_diffusion(ZOO / name).block or 16)  # type: ignore[union-attr]
+
+
+@pytest.mark.wide
+def test_set_block_decoding_writes_python_in_fewer_forwards():
+    """An entropy budget of 0 gives one token a forward; one of 2 nats takes nine tenths of the forwards at most."""
+    lm_ = dx.load("pycode-sbd")
+    slow, fast = (dx.generate(lm_, ["def area(r):\n", "import os\n"], max_new_tokens=32, eos_token_id=[],
+                              temperature=0.0, algorithm=f"sbd:gamma={gamma}") for gamma in (0, 2))
+    assert slow.stats.rounds.min() >= 32 and fast.stats.rounds.sum() < 0.9 * slow.stats.rounds.sum()
+    assert fast.lengths.tolist() == [32, 32] and lm_.diffusion.mask not in fast.tokens
 
 
 @pytest.mark.wide

@@ -68,16 +68,13 @@ def entropy_bounded(lm: Any, gamma: NonNegative = 0.1, block_length: Count | Non
 
 
 @ALGORITHMS.register("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
-                     family="masked-diffusion", needs="a diffusion model")
+                     family="masked-diffusion", needs="a diffusion model", model="pycode-sbd")
 def sbd(lm: Any, gamma: NonNegative = 0.35, block_size: Count | None = None) -> MaskedDiffusion:
     """Fills blocks of masks after a causal prefix, several positions at once, up to an entropy budget.
 
     For models made from autoregressive ones whose masks attend to one another and predict their own positions. The
-    cache is exact: a block's entries are written by the first forward of the next one (the paper's algorithm 3). No
-    shipped model is one. This trains one from `pycode` and writes it to `runs/pycode-sbd/model`:
-
-        python scripts/train.py diffusion --preset pycode-diffusion --attention causal-prefix --block 16 \\
-            --output runs/pycode-sbd
+    cache is exact: a block's entries are written by the first forward of the next one (the paper's algorithm 3).
+    `pycode-sbd` is one; `scripts/train.py diffusion --attention causal-prefix` trains others.
 
     Args:
         gamma: entropy budget of a step, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat.
