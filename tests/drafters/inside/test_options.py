@@ -1,6 +1,7 @@
 """Options of layers for multi-token prediction that do not go together, and what an output holds for them."""
 
 import dataclasses
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import family_of, read_config, text_part
 from decodax.models.further import FURTHER
 from decodax.models.names import flatten
+from decodax.models.transformer import Transformer
 from decodax.models.weight_source import nested, stored_dtype
 from tests.models.tiny import CASES, COMMON
 
@@ -83,3 +85,17 @@ def test_a_target_without_a_layer_like_the_further_ones_is_refused(case, experts
     count = CASES[case][1].get("num_hidden_layers", 2)
     with pytest.raises(ValueError, match=message):
         inside(case, experts=experts, layer_types=[layers] * count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_head_of_all_streams_fits_a_target_of_its_own_depth_alone(count):
+    kind, own, _ = CASES["deepseek-v4"]
+    c, made = read_config({"model_type": kind, **COMMON, **own}), inside("deepseek-v4", count)
+    target = types.SimpleNamespace(model=Transformer(c), name="target")
+    drafter = TrainedDrafter("mtp", made, {}, name="d")
+    drafter.check(target)
+    depth = len(c.layers)
+    for more in (c.layers * 2, c.layers[:1]):
+        other = types.SimpleNamespace(model=Transformer(dataclasses.replace(c, layers=more)), name="other")
+        with pytest.raises(ValueError, match=rf"\({depth},\), and those of 'other' follow its {len(more)} layers"):
+            drafter.check(other)

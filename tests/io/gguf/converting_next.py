@@ -52,11 +52,13 @@ def following(kind: Kind, norm: str, **more: Any) -> Kind:
     """Returns a kind of checkpoint with one layer more, whose final norm has a name of its own; `more` are further
     options of the checkpoint."""
     def change(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+        name = name.replace("language_model.", "").replace("mlp.e_score_correction_bias", "mlp.expert_bias")
         last = re.fullmatch(r"model\.layers\.(\d+)\.(final_layernorm|shared_head\.norm)\.weight", name)
         if last is not None:
             return {f"blk.{last[1]}.{norm}.weight": x}
         found = next_layer(name, x, c)
-        return found if name not in found else kind.change(name, x, c)
+        kinds = {"layer_types": [*c["layer_types"], "full_attention"]} if "layer_types" in c else {}
+        return found if name not in found else kind.change(name, x, {**c, **kinds})
 
     return dataclasses.replace(kind, metadata=with_next(kind.metadata), change=change, more=more)
 
