@@ -168,9 +168,9 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
     DSpark, Domino, DFlash2, JetSpec and XPress; the assistants of Gemma 4 and Muse Glimmer), or the layers for
     multi-token prediction inside a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5,
-    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5) or by themselves (speculators), or heads inside a target's
-    directory, among its files (Medusa-2) or in the folder that joint training writes. `decodax.load` skips
-    drafters inside a target.
+    Hy3, Nemotron 3 and others) or GGUF file (GLM-4.5 to 5.3, Qwen3.5, Hy3, Ling 3 and others) or by themselves
+    (speculators), or heads inside a target's directory, among its files (Medusa-2) or in the folder that joint training
+    writes. `decodax.load` skips drafters inside a target.
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers
