@@ -133,9 +133,10 @@ def test_several_layers_with_tables_of_their_own_draft_by_them(tmp_path):
 
 @pytest.mark.wide(but=("glm4-moe",))
 @pytest.mark.parametrize("name", WITH_NEXT)
-def test_the_layer_in_a_gguf_file_is_that_of_the_checkpoint(case, name):
-    own = case(name)
-    file = converted(own.path, WITH_NEXT[name], own.entries)
+def test_the_layer_in_a_gguf_file_is_that_of_the_checkpoint(case, name, tmp_path):
+    kind = WITH_NEXT[name]
+    own = Case(name, tmp_path, **kind.more) if kind.more else case(name)
+    file = converted(own.path, kind, own.entries.get("text_config", own.entries))
     lm, wanted = dx.load(file), own.loaded[1]
     found = algorithms.make("mtp", lm).draft
     assert found.head == wanted.head == load_drafter(file, lm).head

@@ -27,7 +27,8 @@ from decodax.io.drafters.published import Conventions, is_published, read_publis
 from decodax.io.drafters.stacked import medusa_in
 from decodax.io.files import CheckpointError, Files, read_json, write_files
 from decodax.io.kinds import DRAFTER, ZOO, is_drafter, is_gguf, shipped_path
-from decodax.models.blocks.options import Layer, QueryScale
+from decodax.models.blocks.options import BlockIndex, Layer, OutputGate, QueryScale
+from decodax.models.compressed.options import PoolIndex, Pooling, SharedKey
 from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.drafters.assistant import AssistantHead
 from decodax.models.drafters.block import BlockHead
@@ -54,10 +55,11 @@ from decodax.models.further import FURTHER
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from decodax.models.residual.options import HyperConnections
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
-from decodax.models.routing import Experts
+from decodax.models.routing import ClippedSwiGLU, Experts
 from decodax.models.transformer import Transformer
-from decodax.models.weight_source import nested
+from decodax.models.weight_source import nested, stored_dtype
 
 QUANTISED = re.compile(r"[.-](I?Q\d\w*|F16|BF16|F32)$", re.IGNORECASE)
 """The end of the name of a GGUF file that says how its weights are stored."""
@@ -70,7 +72,7 @@ PARTS = {kind.__name__: kind for kind in (
     LocalConvolution, MedusaHead, HydraHead, CloverHead, ChimeraHead, MLPSpeculatorHead, BlockwiseHead,
     PromptTokensHead, HiddenTransferHead, LookAheadHead, FalconHead, CrossKVHead, MixtureHead, UnitHead, HamburgerHead,
     DecoderConfig, NormConfig, Layer, QueryScale, Rope, Dynamic, LinearScaling, Llama3, LongRope, Proportional, Yarn,
-    Latent, Indexer, Experts)}
+    Latent, Indexer, SharedKey, PoolIndex, Pooling, BlockIndex, OutputGate, HyperConnections, ClippedSwiGLU, Experts)}
 """The classes of which a head's configuration is made."""
 
 
@@ -106,12 +108,16 @@ class TrainedDrafter:
         if width != self.head.target_width:
             raise ValueError(f"draft: {self.name!r} reads hidden states of width {self.head.target_width}, and those "
                              f"of {target.name!r} have {width}; takes a drafter that was trained for this target")
-        # All residual streams follow the layers; see `DraftHead.taps`.
-        known = layers + (self.head.tap_width > self.head.target_width)
-        if self.head.taps and max(self.head.taps) >= known:
+        several = self.head.tap_width > self.head.target_width      # of residual streams
+        if self.head.taps and max(self.head.taps) >= layers and not several:
             raise ValueError(f"draft: {self.name!r} reads the outputs of the layers {self.head.taps}, and "
                              f"{target.name!r} has {layers}; takes a drafter that was trained for this target")
         self.head.check_target(target.model.config)
+        # The streams follow the layers, whose outputs are narrower; see `DraftHead.taps`.
+        if several and self.head.taps != (layers,):
+            raise ValueError(f"draft: {self.name!r} reads the residual streams at the layers {self.head.taps}, and "
+                             f"those of {target.name!r} follow its {layers} layers; takes a drafter that was trained "
+                             "for this target")
 
 
 def shipped_drafter(system: str, target: str) -> Path | None:
@@ -162,9 +168,9 @@ def load_drafter(directory: str | os.PathLike[str], target: Any = None, *,
     Hydra++, IBM's MLP speculator, EAGLE-1 to 3 of the authors, SpecForge, speculators and NVIDIA; P-EAGLE; DFlash,
     DSpark, Domino, DFlash2, JetSpec and XPress; the assistants of Gemma 4 and Muse Glimmer), or the layers for
     multi-token prediction inside a target's own directory (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo, ERNIE 4.5,
-    Hy3, Nemotron 3) or GGUF file (GLM-4.5, Qwen3.5) or by themselves (speculators), or heads inside a target's
-    directory, among its files (Medusa-2) or in the folder that joint training writes. `decodax.load` skips
-    drafters inside a target.
+    Hy3, Nemotron 3 and others) or GGUF file (GLM-4.5 to 5.3, Qwen3.5, Hy3, Ling 3 and others) or by themselves
+    (speculators), or heads inside a target's directory, among its files (Medusa-2) or in the folder that joint training
+    writes. `decodax.load` skips drafters inside a target.
 
     Args:
         directory: name of a shipped drafter, or path of a directory with `config.json` and its weights; for layers
@@ -233,15 +239,18 @@ def _read(path: Path, head: Any, dtype: Any) -> tuple[Weights, Array | None]:
         found = files.slice(name)[...]
         if found.shape != shape.shape:
             raise CheckpointError(f"{path}: tensor {name!r} has shape {found.shape}, takes {shape.shape}")
-        leaves[name] = jnp.asarray(found, dtype)
+        leaves[name] = jnp.asarray(found, stored_dtype(name, dtype.name))
     ids = jnp.asarray(files.slice("ids")[...], jnp.int32) if "ids" in files.home else None
     return nested(leaves), ids
 
 
 def save_drafter(directory: str | os.PathLike[str], drafter: TrainedDrafter,
                  dtype: jax.typing.DTypeLike = "bfloat16", facts: Mapping[str, Any] | None = None) -> None:
-    """Writes a drafter to a directory that `load_drafter` reads; `facts` are further entries of `config.json`."""
-    tensors = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in flatten(drafter.params).items()}
+    """Writes a drafter to a directory that `load_drafter` reads, with the weights that models keep in float32 (see
+    `decodax.models.weight_source.stored_dtype`) in that; `facts` are further entries of `config.json`."""
+    kind = jnp.dtype(dtype).name
+    tensors = {name: np.asarray(jnp.asarray(x, stored_dtype(name, kind)))
+               for name, x in flatten(drafter.params).items()}
     if drafter.ids is not None:
         tensors["ids"] = np.asarray(drafter.ids, np.int32)
     write_files(Path(directory), tensors,

@@ -116,19 +116,12 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     with TensorReader(files) as file:
         own = {part for each in places for part, name in copied.items() if (copy := each.around.get(part)) is not None
                and copy in file and not (name in file and file.equal(copy, name))}
-    kind = kind_of(decoder, rule, any("experts." in name for name in found)) if not rule.entries else (
-        read_config({**text_part(dict(config)), **rule.entries}).layers[0])
-    streams = None if rule.one_stream else decoder.streams
-    taps = (depth,) if streams is not None else (depth - 1,) if rule.before_norm else ()
-    one = RecurrentHead(taps, decoder.vocab, fuse="norms",
-                        config=dataclasses.replace(decoder, layers=(kind,), streams=streams, head_bias=False),
-                        hidden_first=rule.hidden_first, drop_first=rule.drop_first, final_norm="norm.scale" in
-                        rule.around, own_table="embed" in own, own_head="lm_head.kernel" in own,
-                        feeds_back="before norm" if rule.feeds_before else "after norm")
     try:
-        head = one if len(places) == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=len(places))
+        kind = layer_of(decoder, rule, any("experts." in name for name in found), text_part(dict(config)))
+        one = head_of(decoder, rule, kind, own_table="embed" in own, own_head="lm_head.kernel" in own)
+        head = repeated(one, len(places))
     except ValueError as e:
-        raise CheckpointError(f"{path}: holds {len(places)} layers that predict further tokens: {e}") from None
+        raise CheckpointError(f"{path}: {e}") from None
     where = {f"{f'depths.{i}.' if len(places) > 1 else ''}{inside}": source for i, each in enumerate(places)
              for inside, source in _sources(one, family, rule, each, files).items()}
     copies = {each.around[part] for each in places for part in copied if part in each.around and part not in own}
@@ -164,33 +157,82 @@ def read_tuned(path: Path, config: Mapping[str, Any], dtype: Any) -> tuple[Recur
     rule, files = SPECULATORS, _files(path, family)
     prefix = rule.block.format(index=0)
     place = Place(prefix, prefix, {part: name.format(layer=prefix) for part, name in rule.around.items()})
-    kind = kind_of(decoder, rule, any(name.startswith(f"{prefix}mlp.experts.") for name in files.home))
-    head = RecurrentHead((), decoder.vocab, fuse="norms",
-                         config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
-                         own_table=place.around["embed"] in files.home,
-                         own_head=place.around["lm_head.kernel"] in files.home)
+    try:
+        kind = layer_of(decoder, rule, any(name.startswith(f"{prefix}mlp.experts.") for name in files.home), inside)
+    except ValueError as e:
+        raise CheckpointError(f"{path / 'config.json'}: transformer_layer_config: {e}") from None
+    head = head_of(decoder, rule, kind, own_table=place.around["embed"] in files.home,
+                   own_head=place.around["lm_head.kernel"] in files.home)
     return head, _loaded(files, read_scheme(path, dict(config)), _sources(head, family, rule, place, files),
                          head.abstract_params(), {"verifier_lm_head.weight"}, jnp.dtype(dtype).name)
 
 
-def kind_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool) -> Layer:
-    """Returns the options of a layer for multi-token prediction: those of the decoder's last layer with attention.
+def head_of(decoder: DecoderConfig, rule: FurtherLayers, kind: Layer, own_table: bool, own_head: bool) -> RecurrentHead:
+    """Returns a layer for multi-token prediction as a head.
+
+    Args:
+        decoder: the decoder's configuration.
+        rule: the family's rule.
+        kind: the options of the layer, from `layer_of`.
+        own_table: True if it has an embedding table that is not the decoder's.
+        own_head: True if it has a vocabulary matrix that is not the decoder's.
+    """
+    streams, depth = None if rule.one_stream else decoder.streams, len(decoder.layers)
+    taps = (depth,) if streams is not None else (depth - 1,) if rule.before_norm else ()
+    return RecurrentHead(taps, decoder.vocab, fuse="norms", own_table=own_table, own_head=own_head,
+                         config=dataclasses.replace(decoder, layers=(kind,), streams=streams, head_bias=False),
+                         hidden_first=rule.hidden_first, drop_first=rule.drop_first,
+                         final_norm="norm.scale" in rule.around,
+                         feeds_back="before norm" if rule.feeds_before else "after norm")
+
+
+def repeated(one: RecurrentHead, count: int) -> RecurrentHead | DepthwiseHead:
+    """Returns `count` layers for multi-token prediction like `one` as a head.
+
+    Raises:
+        ValueError: the later ones of several such layers cannot draft.
+    """
+    if count == 1:
+        return one
+    try:
+        return DepthwiseHead(one.taps, one.vocab, layer=one, count=count)
+    except ValueError as e:
+        raise ValueError(f"holds {count} layers that predict further tokens: {e}") from None
+
+
+def layer_of(decoder: DecoderConfig, rule: FurtherLayers, experts: bool, entries: Mapping[str, Any]) -> Layer:
+    """Returns the options of a layer for multi-token prediction: those of the decoder's last layer with attention, or
+    those of `rule.entries`.
 
     Args:
         decoder: the decoder's configuration.
         rule: the family's rule.
         experts: True if the layer has experts, False if its MLP is dense.
+        entries: the entries of the `config.json` of which `decoder` was read.
+
+    Raises:
+        ValueError: the decoder has no layer of this kind.
     """
+    if rule.entries:
+        return read_config({**entries, **rule.entries}).layers[0]
+
     def attends(layer: Layer) -> bool:
         """True for layers with attention that choose tokens themselves, if they choose any."""
         shares = layer.latent is not None and layer.latent.indexer is not None and layer.latent.indexer.shared
         return layer.half != "mlp" and not shares and (layer.recurrent is None or isinstance(layer.recurrent, Pooling))
 
-    last = next(layer for layer in reversed(decoder.layers) if attends(layer) and (
-        layer.sliding is not None or not rule.sliding) and (layer.index is not None or not rule.indexed))
+    last = next((layer for layer in reversed(decoder.layers) if attends(layer) and (
+        layer.sliding is not None or not rule.sliding) and (layer.index is not None or not rule.indexed)), None)
+    if last is None:
+        what = "a sliding window" if rule.sliding else "an index of blocks" if rule.indexed else "attention"
+        raise ValueError(f"layer_types: got no layer with {what}, takes one, which those that predict further tokens "
+                         "are like")
     if last.half is not None:       # the other half is a layer of its own
-        other = next(layer for layer in reversed(decoder.layers) if layer.half == "mlp" and (
-            layer.experts is not None) == experts)
+        other = next((layer for layer in reversed(decoder.layers) if layer.half == "mlp" and (
+            layer.experts is not None) == experts), None)
+        if other is None:
+            raise ValueError(f"layers_block_type: got no layer {'of experts' if experts else 'with a dense MLP'}, "
+                             "takes one, which those that predict further tokens are like")
         return dataclasses.replace(last, half=None, experts=other.experts, mlp=other.mlp)
     last = dataclasses.replace(last, glu=None) if rule.unclipped else last
     mixtures = (layer.experts for layer in reversed(decoder.layers) if layer.experts is not None)

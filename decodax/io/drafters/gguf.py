@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decodax.io.checkpoint import local_device
-from decodax.io.drafters.further import kind_of
+from decodax.io.drafters.further import head_of, layer_of, repeated
 from decodax.io.files import CheckpointError
 from decodax.io.gguf import Gguf
 from decodax.io.gguf.architectures import ARCHITECTURES
@@ -21,9 +21,12 @@ from decodax.models.families import read_config
 from decodax.models.further import FURTHER
 from decodax.models.names import flatten
 
-AROUND = {"embed_norm": "enorm", "state_norm": "hnorm", "fc": "eh_proj", "norm": "shared_head_norm",
-          "embed": "embed_tokens.weight", "lm_head": "shared_head_head"}
-"""Names of the tensors outside of the decoder layer, after `blk.N.nextn.`, by the head's paths."""
+AROUND = {"embed_norm": "nextn.enorm", "state_norm": "nextn.hnorm", "fc": "nextn.eh_proj", "norm":
+          "nextn.shared_head_norm", "embed": "nextn.embed_tokens.weight", "lm_head": "nextn.shared_head_head"}
+"""Names of the tensors outside of the decoder layer, after `blk.N.`, by the head's paths."""
+
+LAST = "layer_output_norm"
+"""The name of the final norm where there is no `nextn.shared_head_norm` (Ling 3)."""
 
 
 def further_blocks(path: Path) -> list[int]:
@@ -53,25 +56,29 @@ def read_further_blocks(path: Path, dtype: str) -> tuple[RecurrentHead | Depthwi
     blocks, family = _blocks(file), opened.entries["model_type"]
     if not blocks:
         raise CheckpointError(f"{path}: holds a model and no layers that predict further tokens (blk.N.nextn.*)")
-    if family not in FURTHER or FURTHER[family].second:
+    # Of no family with two blocks a layer, or with several streams in it, are files known that hold the target, too.
+    if family not in FURTHER or FURTHER[family].second or FURTHER[family].entries:
         raise CheckpointError(f"{path}: holds layers that predict further tokens, and those of {name!r} are not read")
     try:
         decoder = read_config(opened.entries)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    rule, depth = FURTHER[family], len(decoder.layers)
+    rule = FURTHER[family]
+    blocks = blocks[:1] if rule.alone else blocks
     with RowReader(file) as rows:
         own = {part for part, table in (("embed", "token_embd.weight"), ("lm_head", "output.weight"))
-               for i in blocks if _differs(rows, f"blk.{i}.nextn.{AROUND[part].removesuffix('.weight')}.weight", table)}
-        kind = kind_of(decoder, rule, f"blk.{blocks[0]}.ffn_gate_inp.weight" in file.tensors)
-        one = RecurrentHead((depth - 1,) if rule.before_norm else (), decoder.vocab, fuse="norms", own_table="embed" in
-                            own, config=dataclasses.replace(decoder, layers=(kind,), head_bias=False),
-                            hidden_first=rule.hidden_first, drop_first=rule.drop_first, own_head="lm_head" in own,
-                            final_norm="norm.scale" in rule.around)
-        head = one if len(blocks) == 1 else DepthwiseHead(one.taps, one.vocab, layer=one, count=len(blocks))
+               for i in blocks if _differs(rows, f"blk.{i}.{AROUND[part].removesuffix('.weight')}.weight", table)}
+        try:
+            kind = layer_of(decoder, rule, f"blk.{blocks[0]}.ffn_gate_inp.weight" in file.tensors, opened.entries)
+            one = head_of(decoder, rule, kind, own_table="embed" in own, own_head="lm_head" in own)
+            head = repeated(one, len(blocks))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         found, architecture = dict[str, RowSource](), ARCHITECTURES[name]
         for i, block in enumerate(blocks):
-            around = {part: f"blk.{block}.nextn.{theirs}" for part, theirs in AROUND.items()}
+            around = {part: f"blk.{block}.{theirs}" for part, theirs in AROUND.items()}
+            if f"{around['norm']}.weight" not in file.tensors:
+                around["norm"] = f"blk.{block}.{LAST}"
             each = find_rows(file, dataclasses.replace(architecture, names={**architecture.names, **around}),
                              one.config, flatten(one.abstract_params()), block)
             found |= {f"{f'depths.{i}.' if len(blocks) > 1 else ''}{inside}": source for inside, source in each.items()}

@@ -16,7 +16,7 @@ from decodax.io.gguf.indexed import INDEXED
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, LATE, SHARED, SHARED_GATE, depth, experts, plain, routed, scaled
 from decodax.io.gguf.shared import kinds as kinds_of
-from decodax.io.gguf.views import STREAMS, XIELU
+from decodax.io.gguf.views import ALTUP, XIELU
 from decodax.io.gguf.windowed import WINDOWED
 
 
@@ -267,7 +267,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon": Architecture(_falcon, names={"attn_in": "attn_norm_2|attn_norm", "mlp_in": "attn_norm"}),
     "gemma": Architecture(_gemma, shifted=True), "gemma2": Architecture(_gemma2, shifted=True),
     "gemma3": Architecture(_gemma3, shifted=True),
-    "gemma3n": Architecture(_gemma3n, names=GEMMA3N, by_layer=True, outside=STREAMS),
+    "gemma3n": Architecture(_gemma3n, names=GEMMA3N, by_layer=True, outside=ALTUP),
     "gemma4": Architecture(_gemma4, names=GEMMA4, by_layer=True, scaled=False),
     "glm4": Architecture(plain("glm4", lambda m: {"attention_bias": m.biased})),
     "glm4moe": Architecture(_glm4_moe, names=SHARED | LATE | CORRECTION),

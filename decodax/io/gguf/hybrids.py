@@ -91,13 +91,23 @@ def indexed(m: Metadata) -> dict[str, Any]:
             "index_head_dim": m.need("attention.indexer.key_length"), "index_topk": m.need("attention.indexer.top_k")}
 
 
+def choosing(m: Metadata, c: dict[str, Any], full: Sequence[bool] | bool = True) -> dict[str, Any]:
+    """Returns the entries of a mixture with latent attention whose layers have an indexer or take the choice of an
+    earlier one; `full` is true for those with an indexer if the file does not say it."""
+    own = m.each("attention.indexer.types", full)[:depth(m, c)["num_hidden_layers"]]
+    return {**latent(m, c), **routed(m), **indexed(m), "indexer_types": ["full" if each else "shared" for each in own]}
+
+
+def by_channel(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of the gated delta rule with a decay for each channel."""
+    return {"linear_num_heads": c["num_attention_heads"], "linear_head_dim": m.need("kda.head_dim"),
+            "linear_conv_kernel_dim": m.need("ssm.conv_kernel")}
+
+
 def _glm_dsa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    count = depth(m, c)["num_hidden_layers"]
     # Files from before layers shared a choice do not say which ones have an indexer of their own.
-    full = m.each("attention.indexer.types", [f"blk.{i}.indexer.attn_k.weight" in m.file.tensors
-                                              for i in range(c["num_hidden_layers"])])[:count]
-    return {**latent(m, c), **routed(m), "norm_topk_prob": m.get("expert_weights_norm", False),
-            "model_type": "glm_moe_dsa", **indexed(m), "indexer_types": ["full" if own else "shared" for own in full]}
+    held = [f"blk.{i}.indexer.attn_k.weight" in m.file.tensors for i in range(c["num_hidden_layers"])]
+    return {**choosing(m, c, held), "norm_topk_prob": m.get("expert_weights_norm", False), "model_type": "glm_moe_dsa"}
 
 
 def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +118,7 @@ def _kimi_linear(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "first_k_dense_replace": m.get("leading_dense_block_count", 0),
             "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
             "moe_router_activation_func": scores.get(which := m.get("expert_gating_func", 2), str(which)),
-            "linear_num_heads": c["num_attention_heads"], "linear_head_dim": m.need("kda.head_dim"),
-            "linear_conv_kernel_dim": m.need("ssm.conv_kernel"), "layer_types": [
+            **by_channel(m, c), "layer_types": [
                 "full_attention" if attends else "linear_attention" for attends in attending(m)]}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from decodax.io.files import CheckpointError
-from decodax.io.gguf.hybrids import INDEXER, LATENT, attending, indexed, latent
+from decodax.io.gguf.hybrids import INDEXER, LATENT, attending, by_channel, choosing, indexed, latent
 from decodax.io.gguf.metadata import Architecture, Metadata
 from decodax.io.gguf.shared import CORRECTION, SHARED, depth, experts, routed
 from decodax.io.gguf.views import CHANNELS, KEYS_AND_VALUES, Stored
@@ -18,9 +18,9 @@ SCORES = {1: "softmax", 2: "sigmoid", 4: "sqrtsoftplus"}
 """Names of the scores of experts by `expert_gating_func`."""
 
 PARTS = ("fn", "base", "scale")
-HALVES = {f"{ours}.{part}": f"{theirs}_{part}.weight" for part in PARTS
-          for ours, theirs in (("attn_hc", "hc_attn"), ("mlp_hc", "hc_ffn"))}
-STREAMS = HALVES | {f"streams.{part}": f"output_hc_{part}.weight" for part in PARTS}
+LAYER_STREAMS = {f"{ours}.{part}": f"{theirs}_{part}.weight" for part in PARTS
+                 for ours, theirs in (("attn_hc", "hc_attn"), ("mlp_hc", "hc_ffn"))}
+ALL_STREAMS = LAYER_STREAMS | {f"streams.{part}": f"output_hc_{part}.weight" for part in PARTS}
 SINKS = {"attn.sinks": "attn_sinks.weight"}
 INDEX = {f"attn.index.{ours}": f"indexer.{theirs}" for ours, theirs in (
     ("q", "q_proj"), ("k", "k_proj"), ("q_norm", "q_norm"), ("k_norm", "k_norm"))}
@@ -62,56 +62,49 @@ def _deepseek_v4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hy4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    full = m.each("attention.indexer.types", True)[:depth(m, c)["num_hidden_layers"]]
     # llama.cpp turns neighbouring channels, and takes the layers' divisor for norms of latents: the model with images.
-    return {**latent(m, c), **routed(m), **_hyper(m), **indexed(m), "model_type": "hy_v4_vl_text",
-            "hc_magnitude": m.need("hyper_connection.magnitude"), "swiglu_limit": m.get("swiglu_clamp_exp", 0.0),
-            "indexer_types": ["full" if own else "shared" for own in full]}
-
-
-def _delta(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of the gated delta rule with a decay for each channel."""
-    return {"linear_num_heads": c["num_attention_heads"], "linear_head_dim": m.need("kda.head_dim"),
-            "linear_conv_kernel_dim": m.need("ssm.conv_kernel")}
+    return {**choosing(m, c), **_hyper(m), "model_type": "hy_v4_vl_text",
+            "hc_magnitude": m.need("hyper_connection.magnitude"), "swiglu_limit": m.get("swiglu_clamp_exp", 0.0)}
 
 
 def _glm5_next(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    count = depth(m, c)["num_hidden_layers"]
-    full, attends = m.each("attention.indexer.types", True)[:count], attending(m)[:count]
-    return {**latent(m, c), **routed(m), **_delta(m, c), **_hyper(m), **_limit(m), **indexed(m),
+    return {**choosing(m, c), **by_channel(m, c), **_hyper(m), **_limit(m),
             "model_type": "glm5_next_text", "linear_lower_bound": m.get("kda.gate_lower_bound"),
             "hc_sinkhorn_iters": m.need("hyper_connection.sinkhorn_iterations"),
             "index_kpool": m.need("attention.indexer.kpool"),
             "index_kpool_always_select_tail": m.get("attention.indexer.kpool_select_tail", True),
-            "indexer_types": ["full" if own else "shared" for own in full],
-            "layer_types": ["indexed_attention" if here else "linear_attention" for here in attends]}
+            "layer_types": ["indexed_attention" if here else "linear_attention"
+                            for here in attending(m)[:depth(m, c)["num_hidden_layers"]]]}
+
+
+LING = {"norm_topk_prob": "moe_renormalize", "n_routed_experts": "num_experts", "n_group": "num_expert_group",
+        "num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"}
+"""Names of entries in Ling 3, by those of most families."""
 
 
 def _ling3(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    if any(np.any(m.file.metadata.get(f"{m.name}.swiglu_clamp_{part}", 0)) for part in ("exp", "shexp")):
-        raise CheckpointError(f"{m.file.path}: {m.name}.swiglu_clamp_exp, swiglu_clamp_shexp: has bounds, which are "
-                              "not read; takes 0")
-    mixture = {"moe_renormalize" if k == "norm_topk_prob" else "num_experts" if k == "n_routed_experts" else
-               "num_experts_per_token" if k == "num_experts_per_tok" else k: v for k, v in routed(m).items()}
-    return {**latent(m, c), **mixture, **_delta(m, c), "model_type": "bailing_hybrid",
-            "num_shared_experts": mixture.pop("n_shared_experts"), "num_expert_group": mixture.pop("n_group"),
+    for part in ("exp", "shexp"):
+        if any(bounds := m.each(f"swiglu_clamp_{part}", 0)):
+            raise CheckpointError(f"{m.file.path}: {m.name}.swiglu_clamp_{part}: got {bounds}, takes 0 for all layers")
+    return {**latent(m, c), **{LING.get(key, key): value for key, value in routed(m).items()}, **by_channel(m, c),
+            "model_type": "bailing_hybrid",
             "kda_lower_bound": m.need("kda.gate_lower_bound"), "kda_safe_gate": m.get("kda.safe_gate", True),
             "layer_types": ["full_attention" if here else "linear_attention"
                             for here in attending(m)[:depth(m, c)["num_hidden_layers"]]]}
 
 
 def _minimax_m3(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    inner, named = m.need("expert_feed_forward_length"), {
+    count, inner, named = depth(m, c)["num_hidden_layers"], m.need("expert_feed_forward_length"), {
         "index_n_heads": "head_count", "index_head_dim": "key_length", "index_block_size": "block_size",
         "index_topk_blocks": "top_k", "index_local_blocks": "local_blocks"}
-    return {**c, **experts(m, "num_local_experts", False), "model_type": "minimax_m3_vl_text",
+    return {**c, **depth(m, c), **experts(m, "num_local_experts", False), "model_type": "minimax_m3_vl_text",
             **{ours: m.need(f"attention.indexer.{theirs}") for ours, theirs in named.items()},
             "intermediate_size": inner, "dense_intermediate_size": c["intermediate_size"],
             "shared_intermediate_size": inner * m.get("expert_shared_count", 1),
             "routed_scaling_factor": m.get("expert_weights_scale", 1.0),
-            "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in m.mixes()],
+            "mlp_layer_types": ["sparse" if mixes else "dense" for mixes in m.mixes()[:count]],
             "layer_types": ["minimax_m3_sparse" if f"blk.{i}.indexer.q_proj.weight" in m.file.tensors else
-                            "full_attention" for i in range(c["num_hidden_layers"])]}
+                            "full_attention" for i in range(count)]}
 
 
 def _logarithms(x: np.ndarray, config: DecoderConfig) -> np.ndarray:
@@ -125,13 +118,14 @@ INDEXED: dict[str, Architecture] = {
         **KEYS_AND_VALUES, **CHANNELS, "attn.in_a.kernel": Stored("ssm_f_a.weight"),
         "attn.in_z.kernel": Stored("ssm_g_a.weight"), "attn.A_log": Stored("ssm_a", turn=_logarithms)}),
     "deepseek4": Architecture(_deepseek_v4, by_layer=True, names={
-        **SHARED, **CORRECTION, **STREAMS, **SINKS, **POOLS, "attn.q_a": "attn_q_a", "attn.q_a_norm": "attn_q_a_norm",
-        "attn.q_b": "attn_q_b", "attn.kv": "attn_kv", "attn.kv_norm": "attn_kv_a_norm", "attn.o_a": "attn_output_a",
-        "attn.o_b": "attn_output_b", "mlp.hashed": "ffn_gate_tid2eid.weight"}),
+        **SHARED, **CORRECTION, **ALL_STREAMS, **SINKS, **POOLS, "attn.q_a": "attn_q_a",
+        "attn.q_a_norm": "attn_q_a_norm", "attn.q_b": "attn_q_b", "attn.kv": "attn_kv",
+        "attn.kv_norm": "attn_kv_a_norm", "attn.o_a": "attn_output_a", "attn.o_b": "attn_output_b",
+        "mlp.hashed": "ffn_gate_tid2eid.weight"}),
     "glm5-next": Architecture(_glm5_next, by_layer=True, latent=True, views=KEYS_AND_VALUES | CHANNELS, names={
-        **MLA, **INDEXER, **HALVES, "attn.indexer.pool.bias": "indexer_compressor_ape.weight",
+        **MLA, **INDEXER, **LAYER_STREAMS, "attn.indexer.pool.bias": "indexer_compressor_ape.weight",
         "attn.indexer.pool.scores": "indexer_compressor_gate.weight"}),
-    "hy_v4": Architecture(_hy4, names={**MLA, **INDEXER, **STREAMS, **SINKS, "attn.gate": "attn_gate"}, latent=True,
-                          yarn_log=10.0, views=KEYS_AND_VALUES),
+    "hy_v4": Architecture(_hy4, latent=True, yarn_log=10.0, views=KEYS_AND_VALUES, names={
+        **MLA, **INDEXER, **ALL_STREAMS, **SINKS, "attn.gate": "attn_gate"}),
     "minimax-m3": Architecture(_minimax_m3, shifted=True, names=SHARED | CORRECTION | INDEX)}
 """Architectures by their names in `general.architecture`."""

@@ -16,6 +16,10 @@ Factors = Mapping[str, np.ndarray]
 """Tensors of rope factors by name, as numbers."""
 
 
+SIZES = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+"""Entries that may differ between the layers of an architecture that is read `by_layer`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How an architecture of llama.cpp is read.
@@ -27,8 +31,8 @@ class Architecture:
         shifted: True if norms are stored with 1 added to their scales.
         names: tensor names that differ from those of `decodax.io.gguf.tensors`, by the network's path; of several with
             "|" between them the first that the file has.
-        by_layer: True if numbers of heads and inner channels may differ between layers; the entries that all families
-            share are then the largest.
+        by_layer: True if numbers of heads and inner channels (`SIZES`) may differ between layers; the entries that all
+            families share are then the largest.
         scaled: False if factors of the rotary frequencies are not a scaling of all layers.
         views: the form of weights that are no rows of a tensor in the network's order, by their paths within a layer.
         outside: the same for weights outside of layers, by their paths.
@@ -65,11 +69,17 @@ class Metadata:
         self.name = str(file.metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns an entry of the architecture; of numbers for each layer the one that they all are, or the largest."""
+        """Returns an entry of the architecture; of numbers for each layer the one that they all are, of `SIZES` the
+        largest.
+
+        Raises:
+            CheckpointError: the numbers of layers differ in another entry.
+        """
         full = f"{self.name}.{key}"
         found = self.file.metadata.get(full, default)
         if isinstance(found, np.ndarray):
-            if len(found) == 0 or (len(set(found.tolist())) != 1 and not self.by_layer):
+            several = self.by_layer and key in SIZES
+            if len(found) == 0 or (len(set(found.tolist())) != 1 and not several):
                 raise CheckpointError(f"{self.file.path}: {full}: got {found.tolist()[:8]}, takes the same number for "
                                       "all layers")
             found = max(found.tolist())
@@ -77,14 +87,15 @@ class Metadata:
         return float(f"{found:.7g}") if isinstance(found, float) else found
 
     def each(self, key: str, default: Sequence[Any] | Any = None) -> list[Any]:
-        """Returns an entry of the architecture for each layer. A default that is a sequence has an item a layer."""
+        """Returns an entry of the architecture for each layer. A default that is a sequence has an item a layer. A list
+        in the file may leave out the layers that predict further tokens, as that of `attention.indexer.types` does."""
         found, count = self.file.metadata.get(f"{self.name}.{key}"), self.count("block_count")
         if found is None:
             found = default
         elif isinstance(found, np.ndarray):
             found = found.tolist()
         found = list(found) if isinstance(found, list) else [found] * count
-        if len(found) != count:
+        if len(found) not in (count, count - self.count("nextn_predict_layers", 0, 0)):
             raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {len(found)} entries for {count} layers")
         return found
 

@@ -167,7 +167,7 @@ CHANNELS: dict[str, Stored] = {
     "attn.y_norm.scale": Stored("ssm_norm.weight")}
 """The gated delta rule with a decay for each channel (Kimi Linear)."""
 
-STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
+ALTUP = {f"streams.{ours}.{i}.kernel": Stored(
     f"{theirs}.weight", tuple(f"streams.{ours}.{j}.kernel" for j in range(3)))
     for ours, theirs in (("into", "altup_proj"), ("out", "altup_unembd_proj")) for i in range(3)}
 """The projections of Gemma 3n's residual streams, one tensor for all streams but the active one."""
@@ -175,4 +175,4 @@ STREAMS = {f"streams.{ours}.{i}.kernel": Stored(
 XIELU = {f"mlp.act.{name}": Stored(f"xielu.{name}", entry=True) for name in ("alpha_p", "alpha_n", "beta", "eps")}
 """The parameters of the activation xIELU (Apertus)."""
 
-__all__ = ["CHANNELS", "KEYS_AND_VALUES", "SCAN", "SHORT", "STREAMS", "XIELU", "Stored", "delta", "expanded", "ssd"]
+__all__ = ["ALTUP", "CHANNELS", "KEYS_AND_VALUES", "SCAN", "SHORT", "XIELU", "Stored", "delta", "expanded", "ssd"]

@@ -34,7 +34,7 @@ def _laguna(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     gates = {m.file.tensors[name].shape[0] // own for i, own in enumerate(heads)
              if (name := f"blk.{i}.attn_gate.weight") in m.file.tensors}
     if gates not in ({1}, {head}):
-        raise CheckpointError(f"{m.file.path}: blk.N.attn_gate.weight: has {sorted(gates)} outputs for each head, "
+        raise CheckpointError(f"{m.file.path}: blk.N.attn_gate.weight: got {sorted(gates)} outputs for each head, "
                               f"takes 1 or head_dim = {head} in every layer")
     own = {k: v for k, v in c.items() if k not in ("partial_rotary_factor", "rope_scaling")}
     far = {"rope_type": "default", "rope_theta": c["rope_theta"], **c.get("rope_scaling", {}),
@@ -79,13 +79,13 @@ def _granite_swa(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
         "layer_rope_theta": [c["rope_theta"] if each else 0 for each in turns]}
 
 
-HALVES = ("mlp.shared.gate.kernel", "mlp.shared.up.kernel")
+SHARED_INPUTS = ("mlp.shared.gate.kernel", "mlp.shared.up.kernel")
 
 WINDOWED: dict[str, Architecture] = {
     "chatglm": Architecture(plain("glm", lambda m: {"attention_bias": m.biased})),
     "granite_swa": Architecture(_granite_swa, permuted=True, names={
         "attn.sinks": "attn_sinks.weight", "mlp.shared.down": "ffn_down_shexp"}, views={
-            path: Stored("ffn_up_shexp.weight", HALVES) for path in HALVES}),
+            path: Stored("ffn_up_shexp.weight", SHARED_INPUTS) for path in SHARED_INPUTS}),
     "hy_v3": Architecture(_hy3, names={**SHARED, "mlp.correction": "exp_probs_b"}),
     "laguna": Architecture(_laguna, names=SHARED | CORRECTION | GATE, by_layer=True),
     "muse-glimmer": Architecture(_muse, permuted=True, shifted=True, numbers=TURNED, names=GATE, outside={

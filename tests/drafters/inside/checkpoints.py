@@ -109,18 +109,19 @@ def released_layer_tables(tensors, count):
 class Case:
     """A checkpoint with a further layer, what it computes in transformers, and what this library loads."""
 
-    def __init__(self, name, directory):
+    def __init__(self, name, directory, **more):
+        """`more` are further options of the target."""
         case, options, self.parts, kind = LAYOUTS[name]
         self.name, self.path, self.tables = name, directory, {}
         self.count = options.get("num_mtp_layers", 1)
         self.target = tiny.build(case, **{
             "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"] * self.count,
-            "mtp_mlp_layer_types": ["sparse"] * self.count, **copy.deepcopy(options)})
+            "mtp_mlp_layer_types": ["sparse"] * self.count, **copy.deepcopy({**options, **more})})
         if name == "mimo-v2-flash":         # transformers reads no further layers of this family
             self.target.config.num_mtp_layers = 1
         if self.parts is STEP:              # nor the number in this entry
             self.target.config.text_config.num_nextn_predict_layers = self.count
-        self.layer = layer_of(name, self.target, self.count).eval()
+        self.layer = layer_of(name, self.target, self.count, more).eval()
         if self.parts is ERNIE:
             self.layer.layers[0].use_post_norm, self.layer.layers[0].post_norm = False, None
         for layer in self.layer.layers if self.parts is STEP else ():

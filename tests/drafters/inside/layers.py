@@ -108,9 +108,9 @@ class Streams(torch.nn.Module):
 ALONE = {"nemotron-h": Halves, "longcat-flash": Dense}
 
 
-def layer_of(name, target, count):
-    """The layers of a layout, with the methods of an `MtpModel`."""
-    block = lambda case, index, **options: tiny.build(case, **options).get_decoder().layers[index]
+def layer_of(name, target, count, more):
+    """The layers of a layout, with the methods of an `MtpModel`; `more` are further options of the target."""
+    block = lambda case, index, **options: tiny.build(case, **{**options, **more}).get_decoder().layers[index]
     if name in ALONE:
         return ALONE[name](target)
     if name == "hy4":

@@ -5,7 +5,7 @@ import re
 # Of a layer for multi-token prediction, by layout: regular expressions, in order.
 LAYER = {
     "hy3": ((r"mlp\.gate\.weight", "mlp.router.gate.weight"), (r"shared_experts", "shared_mlp"),
-            (r"mlp\.gate\.e_score_correction_bias", "mlp.expert_bias")),
+            (r"mlp\.(gate\.)?e_score_correction_bias", "mlp.expert_bias")),
     "mimo-v2-flash": ((r"post_attention_layernorm", "pre_mlp_layernorm"),
                       (r"self_attn\.sinks", "self_attn.attention_sink_bias")),
     "ling3": ((r"self_attn\.o_proj", "attention.dense"), (r"self_attn", "attention"),

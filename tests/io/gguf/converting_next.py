@@ -1,13 +1,17 @@
-"""Writes small checkpoints with a layer for multi-token prediction as GGUF files, see `tests.io.gguf.converting`."""
+"""Writes small checkpoints with a layer for multi-token prediction as GGUF files, see `tests.io.gguf.converting`. Those
+of Hy3, GLM-5, GLM-5.3 Flash and Ling 3 are as llama.cpp's converter of October 2026 writes them."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import numpy as np
 
 from tests.io.gguf.converting import Kind, delta, qwen3_5
+from tests.io.gguf.converting_more import MORE
+from tests.io.gguf.converting_new import NEW
 
 NEXT = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "shared_head_norm",
         "shared_head.head": "shared_head_head", "embed_tokens": "embed_tokens"}
@@ -35,8 +39,28 @@ def qwen3_5_next(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.nd
 
 
 def with_next(metadata: Any) -> Any:
-    return lambda c, tensors: metadata(c, tensors) | {
-        "block_count": c["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+    """Adds a layer to the metadata. Lists of the layers have one entry more, but for those that choose tokens."""
+    def run(c: dict[str, Any], tensors: Any) -> dict[str, Any]:
+        found = {key: [*value, value[-1] or 1] if isinstance(value, list) and "types" not in key else value
+                 for key, value in metadata(c, tensors).items()}
+        return found | {"block_count": c["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+
+    return run
+
+
+def following(kind: Kind, norm: str, **more: Any) -> Kind:
+    """Returns a kind of checkpoint with one layer more, whose final norm has a name of its own; `more` are further
+    options of the checkpoint."""
+    def change(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+        name = name.replace("language_model.", "").replace("mlp.e_score_correction_bias", "mlp.expert_bias")
+        last = re.fullmatch(r"model\.layers\.(\d+)\.(final_layernorm|shared_head\.norm)\.weight", name)
+        if last is not None:
+            return {f"blk.{last[1]}.{norm}.weight": x}
+        found = next_layer(name, x, c)
+        kinds = {"layer_types": [*c["layer_types"], "full_attention"]} if "layer_types" in c else {}
+        return found if name not in found else kind.change(name, x, {**c, **kinds})
+
+    return dataclasses.replace(kind, metadata=with_next(kind.metadata), change=change, more=more)
 
 
 WITH_NEXT = {
@@ -48,5 +72,10 @@ WITH_NEXT = {
         "leading_dense_block_count": c["first_k_dense_replace"], "expert_group_count": c["n_group"],
         "expert_group_used_count": c["topk_group"], "attention.key_length": c["head_dim"],
         "attention.value_length": c["head_dim"], "rope.dimension_count": int(c["head_dim"] * c.get(
-            "rope_parameters", c).get("partial_rotary_factor", 0.5))}), glm4_moe)}
-"""Checkpoints with a layer for multi-token prediction, by the name in `tests/drafters/test_further.py`."""
+            "rope_parameters", c).get("partial_rotary_factor", 0.5))}), glm4_moe),
+    "hy3": following(NEW["hy3"], "nextn.shared_head_norm"),
+    "glm5": following(MORE["glm-dsa"], "nextn.shared_head_norm", attention_bias=False, rms_norm_eps=1e-6),
+    "glm5-next": following(NEW["glm5-next"], "nextn.shared_head_norm", **{
+        key: value for key, value in NEW["glm5-next"].more.items() if key != "index_head_dim"}),
+    "ling3": following(NEW["ling3"], "layer_output_norm", attention_bias=False, mlp_layer_types=["dense", "sparse"])}
+"""Checkpoints with a layer for multi-token prediction, by the name in `tests/drafters/inside/checkpoints.py`."""

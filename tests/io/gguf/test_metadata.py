@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from decodax.io.files import CheckpointError
+from decodax.io.gguf.architectures import ARCHITECTURES
 from decodax.io.gguf.config import read_entries
+from decodax.io.gguf.metadata import Metadata
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.models.families import read_config
@@ -152,3 +155,58 @@ def test_three_layers_of_four_slide_if_exaone4_does_not_say_which(tmp_path: Path
     file.metadata |= {"exaone4.attention.sliding_window": 8, "exaone4.block_count": 5}
     slide, full = "sliding_attention", "full_attention"
     assert read_entries(file, {})["layer_types"] == [slide, slide, slide, full, slide]
+
+
+def given(name: str, entries: dict[str, Any], tensors: tuple[str, ...] = ()) -> Metadata:
+    """Returns the metadata of an architecture, of a file that has these entries and tensors of these names."""
+    file: Any = types.SimpleNamespace(path="m.gguf", tensors=dict.fromkeys(tensors), metadata={
+        "general.architecture": name, **{f"{name}.{key}": value for key, value in entries.items()}})
+    m = Metadata(file, {})
+    m.by_layer = ARCHITECTURES[name].by_layer
+    return m
+
+
+LIMITED = {"swiglu_clamp_exp": [0.0, 7.0], "swiglu_clamp_shexp": [0.0, 7.0], "expert_weights_scale": [1.0, 2.0],
+           "rope.freq_base": [1e4, 1e6], "attention.indexer.top_k": [4, 8]}
+
+
+@pytest.mark.parametrize("key", LIMITED)
+def test_other_numbers_of_layers_than_sizes_are_not_replaced_by_the_largest(key: str) -> None:
+    m = given("deepseek4", {"attention.head_count": np.array([2, 4]), key: np.array(LIMITED[key])})
+    assert m.get("attention.head_count") == 4
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)}: got .*, takes the same number for all layers"):
+        m.get(key)
+
+
+def test_a_list_may_leave_out_the_layers_that_predict_further_tokens() -> None:
+    m = given("glm5-next", {"block_count": 3, "nextn_predict_layers": 1, "a": np.array([1, 0]), "b": np.array([1])})
+    assert m.each("a") == [1, 0]
+    with pytest.raises(CheckpointError, match="b: got 1 entries for 3 layers"):
+        m.each("b")
+
+
+ROUTED = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24, "expert_shared_count": 1,
+          "expert_group_count": 2, "expert_group_used_count": 1}
+
+
+def test_the_entries_of_ling_3_have_its_own_names() -> None:
+    latents = {"attention.kv_lora_rank": 16, "attention.key_length": 20, "attention.value_length": 16,
+               "rope.dimension_count": 4, "kda.head_dim": 8, "ssm.conv_kernel": 4, "kda.gate_lower_bound": -5.0}
+    own: dict[str, Any] = {**ROUTED, **latents, "block_count": 2, "attention.head_count_kv": np.array([0, 1])}
+    shared = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    read = lambda **more: ARCHITECTURES["bailingmoe3"].entries(given("bailingmoe3", {**own, **more}), shared)
+    found = read()
+    assert (found["num_shared_experts"], found["num_expert_group"], found["num_experts"]) == (1, 2, 8)
+    assert not found.keys() & {"n_shared_experts", "n_group", "n_routed_experts", "num_experts_per_tok"}
+    with pytest.raises(CheckpointError, match=r"swiglu_clamp_shexp: got \[0\.0, 7\.0\], takes 0 for all layers"):
+        read(swiglu_clamp_shexp=np.array([0.0, 7.0]))
+
+
+def test_the_layers_of_minimax_m3_are_those_that_predict_no_further_tokens() -> None:
+    indexed = {f"attention.indexer.{part}": 4 for part in (
+        "head_count", "key_length", "block_size", "top_k", "local_blocks")}
+    m = given("minimax-m3", {**ROUTED, **indexed, "block_count": 3, "nextn_predict_layers": 1},
+              tuple(f"blk.{i}.{name}.weight" for i in (1, 2) for name in ("ffn_gate_inp", "indexer.q_proj")))
+    found = ARCHITECTURES["minimax-m3"].entries(m, {"num_hidden_layers": 3, "intermediate_size": 48})
+    assert found["num_hidden_layers"] == 2 and found["mlp_layer_types"] == ["dense", "sparse"]
+    assert found["layer_types"] == ["full_attention", "minimax_m3_sparse"]
