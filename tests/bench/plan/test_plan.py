@@ -147,8 +147,9 @@ def test_entries_of_a_cache_count_with_the_zeros_behind_them():
 
 
 def test_a_token_reads_few_rows_of_the_tables_of_n_grams():
-    small, large = (count(setup(abstract({"model_type": "qwen4_exp_text", **COMMON, **QWEN4, "ngram_vocab_size_base": n}),
-                                None, (1, 1), batch=2, capacity=64)) for n in (50, 5000))
+    own = {"model_type": "qwen4_exp_text", **COMMON, **QWEN4}
+    small, large = (count(setup(abstract({**own, "ngram_vocab_size_base": n}), None, (1, 1), batch=2, capacity=64))
+                    for n in (50, 5000))
     assert large.weights > 2.5 * small.weights
     assert (large.weights_read, large.flops, large.prompt_flops) == (
         small.weights_read, small.flops, small.prompt_flops)
