@@ -8,7 +8,7 @@ from typing import Literal
 
 from decodax.common.arguments import check_counts
 from decodax.common.struct import short
-from decodax.models.blocks.options import BlockIndex, Layer, unjoined
+from decodax.models.blocks.options import BlockIndex, Layer, lacks_next_layer
 from decodax.models.residual.options import GatedConnections, HyperConnections, LayerInputs, Streams
 from decodax.models.rope import Rope
 from decodax.models.routing import ClippedSwiGLU
@@ -182,12 +182,17 @@ class DecoderConfig:
             raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.hashed and (self.layer_inputs is not None or self.block == "parallel"):
             raise ValueError("hashed: takes no layer_inputs and no parallel blocks")
-        if any(x.ngrams and (not isinstance(self.streams, GatedConnections) or (x.ngrams.vocab, x.ngrams.streams) != (
-                self.vocab, (self.streams.count, self.width))) for x in self.layers):
-            raise ValueError("ngrams: takes GatedConnections, their number and width, and the vocab of the decoder")
+        for own in (x.ngrams for x in self.layers if x.ngrams is not None):
+            if not isinstance(self.streams, GatedConnections) or self.shared or (own.vocab, own.streams) != (
+                    self.vocab, (self.streams.count, self.width)):
+                raise ValueError(f"ngrams: got {own} with streams = {self.streams}, width {self.width} and vocab "
+                                 f"{self.vocab}, takes GatedConnections, their number and width, the vocab of the "
+                                 "decoder, and no layers that share what others compute")
         if self.shortcuts and (self.block != "pre" or self.streams or self.layer_inputs or self.layer_scale
-                               or self.residual_scale != 1.0 or unjoined(self.layers)):
-            raise ValueError("shortcut: takes a next layer without one, pre blocks, and one residual stream as it is")
+                               or self.residual_scale != 1.0 or lacks_next_layer(self.layers)):
+            which = [i for i, x in enumerate(self.layers) if x.shortcut is not None]
+            raise ValueError(f"shortcut: got one in the layers {which} of {len(self.layers)}, with {self.block!r} "
+                             "blocks, takes a next layer without one, pre blocks, and one residual stream as it is")
         if self.conditioned and (not self.layer_scale or self.streams is not None or self.layer_inputs is not None):
             raise ValueError("conditioned: takes layer_scale, one residual stream and no layer_inputs")
         if self.tied and self.head_bias:

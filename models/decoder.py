@@ -24,13 +24,13 @@ from decodax.models.config import DecoderConfig
 from decodax.models.drafters.hidden_transfer import Transfer
 from decodax.models.echoes import Echoes, Near
 from decodax.models.images import Images
+from decodax.models.kv_shapes import number, numbered
 from decodax.models.layers import Linear, Norm, optional, weight
 from decodax.models.packed import Packed, embedded, head, multiply, whole
 from decodax.models.residual.conditioning import SelfConditioning
 from decodax.models.residual.gated_connections import GatedEnds
 from decodax.models.residual.hyper_connections import HyperEnds
 from decodax.models.residual.layer_inputs import LayerInputTable
-from decodax.models.residual.ngrams import NGramWalk
 from decodax.models.residual.options import GatedConnections, HyperConnections, Streams
 from decodax.models.residual.streams import StreamEnds
 from decodax.models.rope import Rope
@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
             elif self.c.shared:
                 attend = self._sharing(attend)
         if not self.c.shared and [layer for layer, _ in self.c.entries] != list(range(len(self.c.layers))):
-            attend = self._numbered(attend)
+            attend = numbered(self.c, attend)
         x = x if self.streams is None else self.streams.split(x)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
@@ -125,25 +125,17 @@ class Decoder(nnx.Module):
         """Returns the attention function for all layers, in order, made from `attend`, which has only the layers that
         compute keys and values."""
         made: dict[int, tuple[Array, Array]] = {}
-        place = {entry: number for number, entry in enumerate(self.c.entries)}
 
         def shared(layer: int, q: Array, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
             if "walk" in options:
-                return attend(place[layer, 1], q, k, v, **options)
+                return attend(number(self.c, layer, options), q, k, v, **options)
             reads = self.c.layers[layer].reads
             source = layer if reads is None else reads
             if k is not None:       # of its own, or latents of the other layer with index keys of its own
                 made[source] = k, v
-            return attend(place[source, 0], q, *made[source], **options)
+            return attend(number(self.c, source, options), q, *made[source], **options)
 
         return shared
-
-    def _numbered(self, attend: Attend) -> Attend:
-        """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a
-        cache's entries."""
-        place = {entry: number for number, entry in enumerate(self.c.entries)}
-        part = lambda walk: 0 if walk is None else 2 if isinstance(walk, NGramWalk) else 1
-        return lambda layer, q, k, v, **options: attend(place[layer, part(options.get("walk"))], q, k, v, **options)
 
     def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
                  which: Array | None = None) -> Array:

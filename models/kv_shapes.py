@@ -1,11 +1,16 @@
-"""The shapes of a decoder's keys and values, which it passes to its cache."""
+"""The shapes of a decoder's keys and values, which it passes to its cache, and the numbers of its entries there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from decodax.cache import KVLayer
+from decodax.models.blocks.attention import Attend
 from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.echoes import value_width
+from decodax.models.residual.ngrams import NGramWalk
 
 
 def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
@@ -21,6 +26,19 @@ def places(c: DecoderConfig) -> tuple[tuple[bool, int], ...]:
     with keys and values, or True and the index among those with states."""
     others = [part > 0 or layer in c.summing for layer, part in c.entries]
     return tuple((other, others[:i].count(other)) for i, other in enumerate(others))
+
+
+def numbered(c: DecoderConfig, attend: Attend) -> Attend:
+    """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a cache's
+    `DecoderConfig.entries`."""
+    return lambda layer, q, k, v, **options: attend(number(c, layer, options), q, k, v, **options)
+
+
+def number(c: DecoderConfig, layer: int, options: Mapping[str, Any]) -> int:
+    """Returns the number among `DecoderConfig.entries` of what a layer calls its attention function for, with the
+    keyword arguments `options`."""
+    walk = options.get("walk")
+    return c.entries.index((layer, 0 if walk is None else 2 if isinstance(walk, NGramWalk) else 1))
 
 
 def _latent(c: DecoderConfig, i: int) -> KVLayer:

@@ -44,7 +44,7 @@ def stored(entry: KVEntry, kv: Array) -> Array:
 
 def attend_padded(q: Array, k: Array, v: Array, window: Any, kv: Array, length: Array, **options: Any) -> Array:
     """Returns `window_attention` of a window to itself and to a cache `kv`, whose entries may have zeros at their end.
-    With latents (`e = 0`) queries and keys get as many, otherwise values."""
+    With latents (`e = 0`) zeros are added to queries and keys, otherwise to values."""
     more = kv.shape[3] - k.shape[3] - v.shape[3]
     q, k, v = (pad(q, more), pad(k, more), v) if v.shape[3] == 0 else (q, k, pad(v, more))
     out = window_attention(q, k, v, window.visible(), window.positions, kv, length,

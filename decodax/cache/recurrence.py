@@ -88,13 +88,15 @@ class LinearRecurrent(Sized, DraftBase):
     """The state of each linear recurrence after the verified text.
 
     Attributes:
-        rings: for each layer the last `R` inputs of its convolution, oldest first, a pytree of arrays `f[B, R, ...]`;
-            zeros before the text.
+        rings: for each layer the last `R` inputs of its convolution, oldest first, a pytree of arrays `f[B, R, ...]`
+            with zeros before the text. Embeddings of n-grams also have tokens, `i32[B, R]` with another `R`, and the
+            token that ends a text before it.
         states: for each layer `f32[B, H, N, P]`, the matrix `S` of each head; None for a layer that has a convolution
             alone.
         length: `i32[B]`, number of tokens of the verified text.
         size: static; maximum number of tokens of a text.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
+        replicated: static; the layers whose rings are not divided over the heads of a mesh, as they have none.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -104,18 +106,19 @@ class LinearRecurrent(Sized, DraftBase):
     length: Array
     size: int = static()
     given: PyTree = None
+    replicated: tuple[int, ...] = static(default=())
 
     @property
     def layout(self) -> Layout:
         # The axis of heads, groups or channels is the first after that of nodes.
-        spec = lambda x: PartitionSpec(DATA, None, MODEL) if x.ndim > 2 else PartitionSpec(DATA)
-        return Layout(specs=dict(rings=jax.tree.map(spec, self.rings)))
+        spec = lambda path, x: PartitionSpec(DATA, *(None, MODEL) * (x.ndim > 2 and path[0].idx not in self.replicated))
+        return Layout(specs=dict(rings=jax.tree_util.tree_map_with_path(spec, self.rings)))
 
     def before(self, layer: int, x: PyTree, window: Window | AttentionView, apart: int = 1) -> PyTree:
         """Returns the convolution's inputs at the `R` nearest ancestors of each node, the farthest first: a pytree of
         arrays `f[B, W, R, ...]`. `x` has the inputs at the nodes themselves, `f[B, W, ...]`. `window` is the window, or
-        a view of it with the entry of nodes of earlier windows in `before`. With `apart` only every so many of the
-        ancestors are taken, the farthest one first."""
+        a view of it with the entry of nodes of earlier windows in `before`. Only every `apart`-th of these ancestors is
+        taken, beginning with the farthest."""
         if window.before is not None:
             x = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], 1), window.before.inputs, x)
         return jax.tree.map(lambda ring, x: _latest(ring, self.length, x, window.key_positions, window.visible(),
@@ -136,16 +139,14 @@ class LinearRecurrent(Sized, DraftBase):
                 jnp.concatenate([jnp.ones((B, W, R), bool), seen], 2))
 
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: PyTree,
-              window: Window | AttentionView, *,
-              chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
+              window: Window | AttentionView, *, chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
         """Runs the recurrence over a window. Each node starts from its parent's state.
 
         Args:
             layer: number of the layer.
             q, k: `f[B, W, G, N]`, queries and keys.
             v: `f[B, W, H, P]`, values.
-            decay: `f[B, W, H]`, the decay `g` of each head, at most 0; or `f[B, W, H, N]`, that of each channel of its
-                keys.
+            decay: `f[B, W, H]`, the decay `g` of each head, at most 0; or `f[B, W, H, N]`, of each channel of its keys.
             x: inputs of the convolution, a pytree of arrays `f[B, W, ...]`, which are stored in the entry.
             window: the window, or a view of it with the `Factors` of nodes of earlier windows in `before`.
             chunk: number of nodes of a prompt that are computed together; time and memory of a node grow with it.
@@ -221,8 +222,7 @@ class LinearTreeBuffer(Draftable):
                              before=self.nodes[layer])
 
     def before(self, layer: int, x: PyTree, window: Window, apart: int = 1) -> PyTree:
-        """Returns the convolution's inputs at ancestors, some of which may be in this buffer; see
-        `LinearRecurrent.before`."""
+        """Returns the inputs at ancestors, some of which may be in this buffer; see `LinearRecurrent.before`."""
         return self.base.before(layer, x, self._view(layer, window), apart)
 
     def history(self, layer: int, x: PyTree, window: Window) -> tuple[PyTree, Array, Array]:
@@ -245,8 +245,8 @@ class LinearTreeBuffer(Draftable):
 
 
 def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array, at: Array, apart: int = 1) -> Array:
-    """Returns the inputs at the `R` positions before `at` (`i32[B, n]`), or at those of them that are `apart`, the
-    farthest one first, `f[B, n, R / apart, ...]`.
+    """Returns the inputs at every `apart`-th of the `R` positions before `at` (`i32[B, n]`), beginning with the
+    farthest, `f[B, n, R / apart, ...]`.
 
     They come from the nodes that are `seen` (`bool[B, n, K]`) among those at `positions` (`i32[B, K]`) with inputs `x`,
     or else from the ring, which ends before position `length`.

@@ -191,8 +191,8 @@ def examples(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int]) -> tu
         network: LayeredModel = lm.model                                        # type: ignore[assignment]
         out = network.apply(params, causal(tokens, jnp.zeros(len(tokens), jnp.int32)),
                             network.init_cache(len(tokens), 0))
-        assert out.layers is not None and out.norm is not None
-        hidden = [*(out.norm(out.layers[n - 1]) for n in layers), out.hidden]
+        assert out.layers is not None
+        hidden = [*(out.normed(out.layers[n - 1]) for n in layers), out.hidden]
         return jnp.stack(hidden[:-1]), jnp.stack([out.head(h).argmax(-1) for h in hidden])
 
     hidden, found = run(lm.params, tokens)

@@ -39,7 +39,7 @@ class Out:
         head: maps hidden states `f[..., D]` to logits `f32[..., V]`.
         layers: `f[B, W, D]` after each layer, before the final norm; None if the model does not return them. Unused
             ones cost nothing, since the compiler removes them.
-        norm: maps an element of `layers` to an input of `head` (the final norm).
+        norm: maps an element of `layers` to an input of `head` (the final norm); None without `layers` or such a norm.
         expect: maps probabilities `f[..., V]` to the expected embedding `f[..., D]`; None if the model has no
             self-conditioning.
         streams: `f[B, W, n D]`, the residual streams of a model with hyper-connections after the last layer, before
@@ -53,6 +53,12 @@ class Out:
     norm: Callable[[Array], Array] | None = None
     expect: Callable[[Array], Array] | None = None
     streams: Array | None = None
+
+    def normed(self, layer: Array) -> Array:
+        """Returns `norm` of an element of `layers`. Raises a ValueError if `norm` is None."""
+        if self.norm is None:
+            raise ValueError("model: got one without a final norm of one residual stream, takes one with it")
+        return self.norm(layer)
 
     @property
     def states(self) -> tuple[Array, ...] | None:

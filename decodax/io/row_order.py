@@ -51,12 +51,14 @@ def by_row(c: object, weights: dict[str, Any]) -> dict[str, Any]:
     if not c.tied:      # the head reads all of a tied table in each round, and would read its padding
         weights["embed"] = _placed(weights["embed"], c.vocab)
     for i, layer in enumerate(c.layers):
-        if layer.experts is not None:
-            _walk(weights["layers"][str(i)]["mlp"], layer.experts.count)
+        if (mixture := layer.mixture) is not None:
+            _walk(weights["layers"][str(i)]["mlp" if layer.shortcut is None else "shortcut"], mixture.count)
     return weights
 
 
 def _walk(weights: dict[str, Any], rows: int) -> None:
+    """Stores by row those weights of a mixture whose first axis has one entry for each expert, and changes the dict in
+    place."""
     for name, own in weights.items():
         if isinstance(own, dict):
             _walk(own, rows)

@@ -30,6 +30,9 @@ def sub_model(lm: Any, layers: int) -> Any:
     if config.layer_inputs is not None or config.streams is not None or config.conditioned:
         raise ValueError("lm: got a model with inputs of each layer, several residual streams or self-conditioning, "
                          "whose layers do not end in its norm; takes one without")
+    if config.shortcuts:
+        raise ValueError("lm: got a model with mixtures that are added after the next layer (LongCat-Flash), so that "
+                         "it cannot end after any layer; takes one without")
     if not 1 <= layers <= len(config.layers):
         raise ValueError(f"layers: got {layers}, takes 1 to {len(config.layers)}")
     model = dataclasses.replace(network, config=dataclasses.replace(config, layers=config.layers[:layers]))

@@ -30,17 +30,17 @@ M3: dict[str, Any] = {
     "further": ("mtp.", "model.mtp.", "language_model.mtp.", "language_model.model.mtp.")}
 """Names of its language model alone."""
 
-HALVES = "gate", "up", "down"
+PARTS = "gate", "up", "down"
+STEP_LAYER = {**NORMS, **ATTENTION, **MLP, "attn.gate": "self_attn.g_proj", "attn.q_norm": "self_attn.q_norm",
+              "attn.k_norm": "self_attn.k_norm"}
 STEP: dict[str, Any] = {
-    "layer": {**NORMS, **ATTENTION, **MLP, "attn.gate": "self_attn.g_proj", "mlp.router": "moe.gate",
-              "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
-              **{f"mlp.shared.{part}": f"share_expert.{part}_proj" for part in HALVES}},
-    "experts": {f"mlp.{part}": f"moe.{part}_proj.weight" for part in HALVES}, "correction": "moe.router_bias",
+    "layer": {**STEP_LAYER, "mlp.router": "moe.gate",
+              **{f"mlp.shared.{part}": f"share_expert.{part}_proj" for part in PARTS}},
+    "experts": {f"mlp.{part}": f"moe.{part}_proj.weight" for part in PARTS}, "correction": "moe.router_bias",
     # The classes of transformers have other names, with which save_pretrained(save_original_format=False) writes.
     "variants": (("mlp.gate.e_score_correction_bias", {
-        "layer": {**NORMS, **ATTENTION, **MLP, "attn.gate": "self_attn.g_proj", "mlp.router": "mlp.gate",
-                  "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
-                  **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in HALVES}},
+        "layer": {**STEP_LAYER, "mlp.router": "mlp.gate",
+                  **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in PARTS}},
         "experts": STACKED, "fused": (("mlp.gate", "mlp.up"),), "correction": "mlp.gate.e_score_correction_bias"}),)}
 """Names of Step 3.5 and 3.7."""
 

@@ -142,8 +142,8 @@ class Layer:
         beside: True computes attention beside the recurrent block, from the same input, and adds their outputs.
         index: the choice of the blocks of text that a query attends to, or of groups of tokens, which takes a `Pooling`
             as `recurrent`, and `beside`; None: all of them.
-        ngrams: embeddings of n-grams that are added to the residual streams before the layer, which has a recurrent
-            block in place of attention; None: none.
+        ngrams: embeddings of n-grams that are added to the residual streams before the layer, which has a gated delta
+            rule in place of attention; None: none.
         shortcut: a mixture beside the MLP, which reads what the MLP reads, and whose output is added to the residual
             stream after the next layer (shortcut-connected mixture of experts; Cai et al., 2024). On several devices
             the tokens then travel to the experts while the next layer is computed. None: none.
@@ -190,8 +190,9 @@ class Layer:
                 not self.beside)):
             raise ValueError(f"index: got {index} with {self.recurrent}, takes beside with it a Pooling that is not "
                              "scored and as wide as the index keys")
-        if self.ngrams is not None and (self.recurrent is None or self.beside):
-            raise ValueError("ngrams: takes a layer with a recurrent block in place of attention")
+        if self.ngrams is not None and (not isinstance(self.recurrent, GatedDelta) or self.beside):
+            raise ValueError(f"ngrams: got a layer with recurrent = {self.recurrent} and beside = {self.beside}, takes "
+                             "one with a GatedDelta in place of attention")
         if self.latent is not None and (((self.rope is None) != (self.latent.plain > 0) and not (
                 chosen and self.rope is None)) or (self.rope is not None and self.rope.chunks is not None) or (
                 dataclasses.replace(self, latent=None, rope=None, scale=None, experts=None, query_scale=None,
@@ -212,17 +213,18 @@ class Layer:
                              "none, and of the other options experts")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None, ngrams=None) != Layer():
-            raise ValueError("recurrent: cannot be combined with options of attention")
+            raise ValueError("recurrent: cannot be combined with options of attention or of an MLP of its own")
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
         if self.beside and (self.recurrent is None or self.half is not None or (self.latent is not None and not pools)):
             raise ValueError("beside: takes a layer with a recurrent block, both halves and no latent")
         if self.half == "mlp" and dataclasses.replace(self, half=None, experts=None, block=None) != Layer():
-            raise ValueError("half: got 'mlp' with options of attention, takes none")
+            raise ValueError("half: got 'mlp' with options of attention or of an MLP of its own, takes none")
         if self.shortcut is not None and (self.experts is not None or self.half is not None or self.block is not None
                                           or self.shortcut.hashed):
-            raise ValueError("shortcut: takes a layer with attention and a dense MLP, no block, and experts that are "
-                             "not hashed")
+            raise ValueError(f"shortcut: got {self.shortcut} with experts = {self.experts}, half = {self.half!r} and "
+                             f"block = {self.block!r}, takes a layer with attention and a dense MLP, no block, and "
+                             "experts that are not hashed")
         if self.half == "attention" and self.experts is not None:
             raise ValueError("half: got 'attention' with experts, takes none")
         if self.sliding is not None and self.sliding < 1:
@@ -288,7 +290,7 @@ def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, 
                  dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
-def unjoined(layers: tuple[Layer, ...]) -> bool:
+def lacks_next_layer(layers: tuple[Layer, ...]) -> bool:
     """Returns True if a layer with a shortcut has no next layer, or one with a shortcut, too."""
     after = (*layers[1:], None)
     return any(one.shortcut and (two is None or two.shortcut) for one, two in zip(layers, after, strict=True))

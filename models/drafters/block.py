@@ -85,7 +85,7 @@ class BlockHead(ModuleHead):
             raise ValueError(f"mask: got {self.mask}, takes a token below {self.tokens}")
         c = self.config
         if c.recurrent or c.latent or c.shared or c.streams is not None or any(
-                layer.experts is not None or layer.linear is not None for layer in c.layers):
+                layer.mixture is not None or layer.linear is not None for layer in c.layers):
             raise ValueError("config: takes layers with a dense MLP, and with keys and values of their own")
         if self.temperatures and (len(self.temperatures) != self.longest or min(self.temperatures) <= 0):
             raise ValueError(f"temperatures: got {self.temperatures}, takes {self.longest} positive numbers or none")

@@ -54,7 +54,7 @@ class CrossKVHead(ModuleHead):
         if self.vocab != c.vocab:
             raise ValueError(f"vocab: got {self.vocab}, takes that of config, {c.vocab}")
         if len(c.layers) != 1 or c.recurrent or c.latent or c.summing or c.streams is not None or c.block != "pre" or (
-                c.layers[0].experts is not None):
+                c.layers[0].mixture is not None):
             raise ValueError("config: takes one layer with softmax attention and a dense MLP, each after a norm")
         rope = c.layers[0].rope
         if rope is not None and (rope.axes or rope.chunks or isinstance(rope.scaling, (Dynamic, LongRope))):

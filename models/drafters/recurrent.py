@@ -23,7 +23,7 @@ from decodax.models.blocks.layer import DecoderLayer
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.head import Depth, Embed, HeadStep, ModuleHead, Weights
 from decodax.models.drafters.prefixed import rope_tables
-from decodax.models.kv_shapes import kv_layers, places
+from decodax.models.kv_shapes import kv_layers, numbered, places
 from decodax.models.layers import STD, Linear, Norm, optional, weight
 from decodax.models.packed import embedded
 from decodax.models.recurrent.blocks import recurrent_states
@@ -200,7 +200,7 @@ class RecurrentHeadNetwork(nnx.Module):
         else:
             both = jnp.concatenate([b, a] if h.hidden_first else [a, b], -1)
             x = state if self.fc is None else self.fc(both)
-        attend = attend if not c.recurrent else _numbered(c, attend)
+        attend = attend if not c.recurrent else numbered(c, attend)
         for i in range(len(c.layers)):
             layer: Any = self.layers[str(i)]
             if i == 0 and h.fuse == "attention":
@@ -209,7 +209,7 @@ class RecurrentHeadNetwork(nnx.Module):
                 x = x + layer.mlp_half(x)
             else:
                 x, entry = layer(i, x, tables, attend)
-            entries += entry if c.layers[i].beside else [entry]
+            entries += entry if len(c.layers[i].parts) > 1 else [entry]
         if self.streams is not None:
             return HeadStep(hidden=optional(self.norm, self.streams.join(x)), state=x.reshape(*x.shape[:2], -1),
                             entries=tuple(entries))
@@ -220,10 +220,3 @@ class RecurrentHeadNetwork(nnx.Module):
         """Returns logits `f32[..., vocab]` of hidden states `f[..., d]`, by the head's own vocabulary matrix."""
         assert self.lm_head is not None
         return self.lm_head(hidden).astype(jnp.float32)
-
-
-def _numbered(c: DecoderConfig, attend: Attend) -> Attend:
-    """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a cache's
-    entries: a layer with pooled index keys has two."""
-    place = {entry: number for number, entry in enumerate(c.entries)}
-    return lambda layer, q, k, v, **options: attend(place[layer, "walk" in options], q, k, v, **options)

@@ -49,9 +49,11 @@ def _counted(c: Json) -> dict[str, Any]:
     """Returns the entries with defaults, and with both numbers of layers: `num_layers`, and twice as many."""
     own = {**FLASH, **c}
     if "num_hidden_layers" in c and "num_layers" not in c:
+        if c["num_hidden_layers"] < 2 or c["num_hidden_layers"] % 2:
+            raise ValueError(f"num_hidden_layers: got {c['num_hidden_layers']}, takes an even number from 2")
         own["num_layers"] = c["num_hidden_layers"] // 2
     both = 2 * own["num_layers"]
-    if c.get("num_hidden_layers", both) not in (both, own["num_layers"]) or own["num_layers"] < 1:
+    if c.get("num_hidden_layers", both) not in (both, own["num_layers"]):
         raise ValueError(f"num_hidden_layers: got {c['num_hidden_layers']}, takes {both}, two for each of num_layers = "
                          f"{own['num_layers']}")
     return {**own, "num_hidden_layers": both}

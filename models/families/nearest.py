@@ -23,7 +23,7 @@ STANDARD = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_h
 """Stands for what a `config.json` lacks, since another family may have other names for it."""
 
 PARTS: dict[str, tuple[re.Pattern[str], Callable[[Layer], bool]]] = {
-    "experts": (re.compile("expert|moe_"), lambda layer: layer.experts is not None),
+    "experts": (re.compile("expert|moe_"), lambda layer: layer.mixture is not None),
     "latents": (re.compile("kv_lora_rank"), lambda layer: layer.latent is not None),
     "states": (re.compile("mamba|ssm_|linear_|lru_|conv_|kda_"),
                lambda layer: layer.recurrent is not None and not isinstance(layer.recurrent, Pooling)),

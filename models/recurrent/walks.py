@@ -149,4 +149,6 @@ def linear_block_states(rules: Sequence[GatedDelta | ShortConv | Ssd | Pooling |
         rings=tuple(map(ring, rules)),
         states=tuple(None if isinstance(r, HashedNGrams) or r.state_shape is None else
                      jnp.zeros((batch, *r.state_shape), jnp.float32) for r in rules),
-        length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs)
+        length=jnp.zeros(batch, jnp.int32), size=capacity, given=inputs,
+        # of residual streams, each of which a device has whole
+        replicated=tuple(i for i, r in enumerate(rules) if isinstance(r, HashedNGrams)))

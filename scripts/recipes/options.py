@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ZOO = Path(__file__).parents[2] / "models" / "zoo"
+
 PROBLEMS, CANVAS = "copy reverse sort pick replace shuffle add brackets sudoku".split(), 16
 """The tasks of `decodax.bench.problems.puzzles`, which imports JAX, and the tokens of an answer to them."""
 
@@ -287,7 +289,9 @@ class Options:
         made = known[preset]
         given = {"weight_decay": 0.1, "optimizer": "adamw", **made.options}
         if self.stage in STAGES:
-            given |= {**ANSWERS[made.text], **STAGES[self.stage], "optimizer": "adamw", "init": preset,
+            # a model that is not shipped has been trained here before
+            start = preset if (ZOO / preset).is_dir() else str(Path("runs") / preset / "model")
+            given |= {**ANSWERS[made.text], **STAGES[self.stage], "optimizer": "adamw", "init": start,
                       "attention": None}
             given |= {"length": min(made.options["length"], given["length"])} if made.text else {}
         minutes = given.pop("minutes", None)

@@ -282,6 +282,11 @@ def test_the_command_on_a_card_repeats_the_options(given):
     assert again.identity() == options.identity()
 
 
+def test_a_stage_starts_from_the_shipped_model_or_else_from_the_run_before():
+    inits = {preset: made(preset=preset, stage="filter").init for preset in ("pycode-diffusion", "tiny-text")}
+    assert inits == {"pycode-diffusion": "pycode-diffusion", "tiny-text": "runs/tiny-text/model"}
+
+
 def test_the_command_of_a_run_that_goes_on_keeps_its_own_directory():
     options = parse("train.py diffusion --preset pycode-diffusion --init runs/pycode-diffusion/model --output runs/two")
     assert parse(options.command(9, 4)).output == options.output

@@ -112,10 +112,10 @@ def skipped(s: Setup, program: Program) -> int:
     model: Any = s.lm.model
     total, item = 0, jnp.dtype(model.dtype).itemsize
     for read in reads:
-        block = tpu.block_of(read.heads, s.capacity, read.shape.both, item)
+        block = tpu.block_of(read.heads, s.capacity, read.width, item)
         if block is not None:
             last = -(-s.live // block)
-            entry = read.entry * -(-read.shape.both // LANES) * LANES // read.shape.both      # with its tile's padding
+            entry = read.entry * -(-read.width // LANES) * LANES // read.width      # with its tile's padding
             total += entry * (s.capacity - block * (last - (s.live - read.held) // block))
     return total
 

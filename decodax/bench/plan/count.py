@@ -29,7 +29,7 @@ from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
-from decodax.io.packed import layout
+from decodax.io.packed import axes, layout
 from decodax.io.row_order import by_row
 from decodax.models.blocks.options import Layer
 from decodax.models.drafters.specs import head_shardings
@@ -38,6 +38,7 @@ from decodax.models.formats import pack
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer
+from decodax.models.weight_source import is_table
 from decodax.sampling import build
 
 BEST = ("bfloat16", "float16")
@@ -215,10 +216,10 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
     def laid(path: Any, x: Any, sharding: NamedSharding) -> Any:
         if not isinstance(x, Packed):
             return shaped(x, sharding)
-        *_, inputs, outputs = sharding.spec[::-1] if path[0].key == "embed" else sharding.spec
-        x = x.placed(outputs, inputs)
+        table = is_table(".".join(part.key for part in path))
+        x = x.placed(*axes(sharding, table))
         return jax.tree.map(lambda a, spec: shaped(a, NamedSharding(mesh, spec)), x,
-                            layout(x, path[0].key == "embed", sharding.spec, dict(mesh.shape)))
+                            layout(x, table, sharding.spec, dict(mesh.shape)))
 
     if form is not None and form not in BEST:
         weights = jax.eval_shape(functools.partial(pack, weights=form), weights)
@@ -256,8 +257,7 @@ def count(s: Setup) -> DeviceCounts:
     across, parts = s.mesh.shape[MODEL], s.mesh.shape.get(EXPERT, 1)
     tokens = s.rows * s.width
     weights, beside = local(s.params.target), local(s.params.draft)
-    table = (0 if c.tied else local(s.params.target["embed"])) + (
-        local(s.params.target["layer_inputs"]["table"]) if c.layer_inputs is not None else 0)
+    table = sum(local(own) for own in _tables(model, s.params.target))
     item = jnp.dtype(model.dtype).itemsize
     # Experts that no token chose are not read.
     experts, share, mixtures = 0, 0.0, 0
@@ -267,7 +267,8 @@ def count(s: Setup) -> DeviceCounts:
             experts += own
             share += own * (1 - (1 - e.chosen / e.outputs) ** (tokens * parts))
             mixtures += 1
-    rows = c.width * (not c.tied) + (len(c.layers) * c.layer_inputs.width if c.layer_inputs is not None else 0)
+    rows = c.width * (not c.tied) + (len(c.layers) * c.layer_inputs.width if c.layer_inputs is not None else 0) + sum(
+        layer.ngrams.width for layer in c.layers if layer.ngrams is not None)
     read = weights - table - experts + share + tokens * rows * item
 
     cached = local(s.state.cache) if s.algorithm.traits.caches else 0
@@ -309,7 +310,9 @@ class KVRead:
         shape: their shape.
         own: False if they are those of another layer, which are read again, but not stored or written.
         heads: number of key/value heads that the device has.
-        entry: bytes of one entry of all rows.
+        width: number of channels of one entry, with the zeros that caches on TPUs have behind it
+            (`decodax.cache.lanes`).
+        entry: bytes of one entry of all rows, with these zeros.
         held: number of entries of each row that the layer attends to.
     """
 
@@ -317,6 +320,7 @@ class KVRead:
     shape: KVLayer
     own: bool
     heads: int
+    width: int
     entry: int
     held: int
 
@@ -326,14 +330,17 @@ def kv_reads(s: Setup) -> list[KVRead]:
     in a round."""
     model: Any = s.lm.model
     c, across, item = model.config, s.mesh.shape[MODEL], jnp.dtype(model.dtype).itemsize
-    stored: dict[int, KVLayer] = dict(zip(c.attending, kv_layers(c, None), strict=True))
+    shapes, cache = kv_layers(c, None), s.state.cache
+    padding = getattr(cache.base if isinstance(cache, PerLayer) else cache, "padding", ()) or (0,) * len(shapes)
+    stored = dict(zip(c.attending, zip(shapes, padding, strict=True), strict=True))
     found = []
     for i, layer in _layers(model):
         # The values of layers that repeat the attention of another one are in its entries.
-        shape = stored.get(i if layer.reads is None else layer.reads)
-        if shape is not None:
-            heads = shape.heads // across if shape.heads % across == 0 else shape.heads
-            found.append(KVRead(i, shape, layer.reads is None, heads, shape.both * item * s.rows * heads,
+        own = stored.get(i if layer.reads is None else layer.reads)
+        if own is not None:
+            shape, zeros = own
+            heads, width = shape.heads // across if shape.heads % across == 0 else shape.heads, shape.both + zeros
+            found.append(KVRead(i, shape, layer.reads is None, heads, width, width * item * s.rows * heads,
                                 min(s.live, layer.sliding or s.live)))
     return found
 
@@ -371,14 +378,21 @@ def _experts(weights: Any, i: int, count: int) -> list[Any]:
     return [x for x in jax.tree.leaves(layer) if x.ndim >= 2 and x.shape[0] == count]
 
 
+def _tables(model: Transformer, weights: Any) -> list[Any]:
+    """Returns the weights of which a token reads a few rows: the embedding tables, without one that is the output head,
+    too, and the tables of n-grams."""
+    c = model.config
+    return [*(() if c.tied else (weights["embed"],)), *(() if c.layer_inputs is None else (
+        weights["layer_inputs"]["table"],)), *(weights["layers"][str(i)]["ngrams"]["table"]
+                                               for i, layer in _layers(model) if layer.ngrams is not None)]
+
+
 @functools.lru_cache(maxsize=32)
 def _active(model: Transformer) -> int:
     """Returns the number of weights with which each token is multiplied; of experts only those that are chosen."""
-    shapes, c = model.abstract_params(), model.config
-    table = 0 if c.tied else math.prod(shapes["embed"].shape)
-    if c.layer_inputs is not None:
-        table += math.prod(shapes["layer_inputs"]["table"].shape)
-    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table
+    shapes = model.abstract_params()
+    tables = sum(math.prod(x.shape) for x in _tables(model, shapes))
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - tables
     for i, layer in _layers(model):
         if (e := layer.mixture) is not None:
             size = sum(math.prod(x.shape) for x in _experts(shapes, i, e.count))

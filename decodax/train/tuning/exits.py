@@ -38,9 +38,12 @@ def exit_loss(out: Out, layer: int, targets: Array, learned: Array) -> Array:
         layer: number of layers that run, from 1.
         targets: `i32[B, T]`, the next tokens.
         learned: `bool[B, T]`, True for next tokens that count.
+
+    Raises:
+        ValueError: the network's layers have no final norm of their own.
     """
-    assert out.layers is not None and out.norm is not None
-    hidden = out.hidden if layer == len(out.layers) else out.norm(out.layers[layer - 1])
+    assert out.layers is not None
+    hidden = out.hidden if layer == len(out.layers) else out.normed(out.layers[layer - 1])
     return learned_mean(cross_entropy(out.head(hidden), targets), learned)
 
 

@@ -16,6 +16,7 @@ from decodax.bench.report import copies, parse
 from decodax.io import row_order
 from decodax.models import Transformer
 from decodax.models.families import read_config
+from tests.matrix import often
 from tests.small_models import random_lm
 
 compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
@@ -35,7 +36,7 @@ def compiled(name: str, cache: Any = None, layers: int = 1, **more: Any) -> Any:
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "width", "paged"), [
     ("glm-4.7-flash", 640, False), ("glm-4.7-flash", 640, True), ("mimo-v2-flash", 384, False)])
-def test_no_cache_is_copied_whose_entries_fill_no_tiles(name: str, width: int, paged: bool) -> None:
+def test_caches_with_partial_tiles_are_not_copied(name: str, width: int, paged: bool) -> None:
     own = {"first_k_dense_replace": 0} if name == "glm-4.7-flash" else {}
     p = compiled(name, dx.caches.make("paged", pages=256, page=128) if paged else None, **own)
     assert p.compiled is not None and p.compiled.fits
@@ -48,7 +49,7 @@ def test_no_cache_is_copied_whose_entries_fill_no_tiles(name: str, width: int, p
 
 @compiler
 @pytest.mark.wide
-def test_no_experts_are_copied_of_which_there_are_as_many_as_lanes() -> None:
+def test_128_experts_are_not_copied() -> None:
     p = compiled("gpt-oss-120b", hidden_size=2880, intermediate_size=2880, num_local_experts=128)
     assert p.compiled is not None and p.compiled.fits
     program = parse(p.compiled.text)
@@ -57,18 +58,26 @@ def test_no_experts_are_copied_of_which_there_are_as_many_as_lanes() -> None:
     assert p.compiled.temporaries < 0.05 * p.counts.weights and p.padded < 1.03
 
 
+SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+MIXTURES = {
+    "gpt_oss": ("mlp", {"head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 128, "sliding_window": 8}),
+    "longcat_flash": ("shortcut", {
+        "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "n_routed_experts": 128, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 20})}
+
+
 @pytest.mark.wide
-def test_weights_by_row_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", often(["gpt_oss"], MIXTURES))
+def test_weights_by_row_are_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU, too, takes arrays in another order of axes."""
-    config = read_config({
-        "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2,
-        "num_local_experts": 128, "sliding_window": 8, "max_position_embeddings": 64, "tie_word_embeddings": False})
+    part, own = MIXTURES[family]
+    config = read_config({"model_type": family, **SIZES, **own})
     lm = random_lm(Transformer(config))
     params = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), lm.params)
     monkeypatch.setattr(row_order, "_on_tpus", lambda sharding: True)
     placed = row_order.by_row(config, params)
-    gate = placed["layers"]["0"]["mlp"]["gate"]["kernel"]
+    gate = placed["layers"]["0"][part]["gate"]["kernel"]
     assert gate.shape == (128, 24, 20) and gate.format.layout.major_to_minor == row_order.row_order(gate.shape)
     jax.tree.map(np.testing.assert_array_equal, placed, lm.params)
     tokens = jnp.asarray([[3, 5, 7, 9]])

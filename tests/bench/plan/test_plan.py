@@ -6,18 +6,21 @@ import json
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from decodax.bench.compare import PLAIN, Comparison, Row
 from decodax.bench.plan import DEVICES, PRESETS, SLICES, Slice, abstract, meshes, plan, slice_of
 from decodax.bench.plan import front as front_module
-from decodax.bench.plan.aot import skipped
-from decodax.bench.plan.count import blocks_of_experts, setup
+from decodax.bench.plan.aot import devices, skipped
+from decodax.bench.plan.count import blocks_of_experts, count, kv_reads, setup
 from decodax.bench.plan.predict import Trained, predict, share
 from decodax.bench.report import parse
 from decodax.cli import main
 from tests.extending.pages import DOCS
 from tests.matrix import often
+from tests.models.families.tiny_qwen4 import QWEN4
+from tests.models.tiny import COMMON
 
 compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
 
@@ -132,6 +135,24 @@ def test_every_device_has_the_latents():
     lm = abstract({**PRESETS["deepseek-v3"], "num_hidden_layers": 4})
     one, = plan(lm, "v5p:2x2x1", mesh=[(1, 4)], batch=8, capacity=4096, compile=False)
     assert one.counts.cache == pytest.approx(8 * 4096 * 4 * 576 * 2, rel=0.01)
+
+
+@compiler
+def test_entries_of_a_cache_count_with_the_zeros_behind_them():
+    lm = abstract({**PRESETS["deepseek-v3"], "num_hidden_layers": 4})
+    s = setup(lm, np.asarray(devices("v5e:2x2")), (1, 4), batch=8, capacity=4096)
+    assert [read.entry for read in kv_reads(s)] == [8 * 640 * 2] * 4        # 576 channels in five tiles of 128 lanes
+    counts = count(s)
+    assert counts.cache_read == pytest.approx(counts.cache, rel=1e-4) and counts.cache_written == 4 * 8 * 640 * 2
+
+
+def test_a_token_reads_few_rows_of_the_tables_of_n_grams():
+    own = {"model_type": "qwen4_exp_text", **COMMON, **QWEN4}
+    small, large = (count(setup(abstract({**own, "ngram_vocab_size_base": n}), None, (1, 1), batch=2, capacity=64))
+                    for n in (50, 5000))
+    assert large.weights > 2.5 * small.weights
+    assert (large.weights_read, large.flops, large.prompt_flops) == (
+        small.weights_read, small.flops, small.prompt_flops)
 
 
 @pytest.mark.wide

@@ -18,12 +18,14 @@ from safetensors.numpy import load_file, save_file
 import decodax as dx
 from decodax.io.checkpoint import load_model
 from decodax.io.files import CheckpointError
+from decodax.io.load import LM
 from decodax.models import Transformer, adapters
 from decodax.models.blocks.options import Layer
 from decodax.models.config import llama
 from decodax.models.experts import mix
 from decodax.models.families import read_config
 from decodax.models.routing import Experts, route
+from decodax.train import sub_model
 from tests.models.tiny import COMMON, LONGCAT, saved
 
 CONFIG: dict[str, Any] = {"model_type": "longcat_flash", **COMMON, **LONGCAT}
@@ -81,6 +83,7 @@ def test_missing_entries_have_the_values_of_transformers() -> None:
     ({"head_dim": 16}, "head_dim: got 16, supported is 8"),
     ({"qk_head_dim": 16}, "qk_head_dim: got 16, supported is 20"),
     ({"q_lora_rank": None}, "q_lora_rank: got None, takes the width of the latent of queries"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers: got 1, takes an even number from 2"),
     ({"num_layers": 3}, "num_hidden_layers: got 4, takes 6, two for each of num_layers = 3"),
     ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts .num_experts., 9"),
     ({"moe_topk": [4, 4]}, "moe_topk: got .4, 4., takes a whole number from 1"),
@@ -121,14 +124,22 @@ def test_options_of_such_experts_are_checked(fields: dict[str, Any], message: st
 
 def test_a_shortcut_takes_a_next_layer() -> None:
     e = Experts(2, 1, 4)
-    with pytest.raises(ValueError, match="shortcut: takes a layer with attention and a dense MLP"):
+    with pytest.raises(ValueError, match=r"shortcut: got .* takes a layer with attention and a dense MLP"):
         Layer(experts=e, shortcut=e)
     c = llama(vocab=8, width=8, layers=2, heads=2, mlp=8)
     one, other = dataclasses.replace(c.layers[0], shortcut=e), c.layers[0]
     for layers, more in (((other, one), {}), ((one, one), {}), ((one, other), {"block": "post"}),
                          ((one, other), {"residual_scale": 0.5})):
-        with pytest.raises(ValueError, match="shortcut: takes a next layer without one, pre blocks, and one residual"):
+        with pytest.raises(ValueError, match=r"shortcut: got .* takes a next layer without one, pre blocks, and one"):
             dataclasses.replace(c, layers=layers, **more)
+
+
+def test_a_model_with_shortcuts_is_not_cut_after_a_layer() -> None:
+    model = Transformer(read_config(CONFIG))
+    lm = LM(model=model, params=model.abstract_params(), vocab_size=97)
+    for layers in (1, 2):
+        with pytest.raises(ValueError, match="lm: got a model with mixtures that are added after the next layer"):
+            sub_model(lm, layers)
 
 
 def test_methods_that_run_single_layers_refuse_shortcuts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from decodax.models.blocks.options import GroupIndex, Layer
 from decodax.models.compressed.options import Pooling
 from decodax.models.families import read_config
 from decodax.models.names import flatten
-from decodax.models.recurrent.options import GatedDelta
+from decodax.models.recurrent.options import GatedDelta, RgLru
 from decodax.models.residual.ngrams import own_text, table_rows
 from decodax.models.residual.options import HashedNGrams
 from decodax.models.weight_source import stored_dtype
+from decodax.train.tuning import losses_by_layer
 from tests.models.families.tiny_qwen4 import QWEN4
 from tests.models.tiny import CASES, COMMON, saved
 
@@ -173,8 +175,9 @@ def test_configurations_that_do_not_fit_are_refused(change: dict[str, Any], mess
     (lambda: Layer(index=GroupIndex(2, 8, 2), recurrent=Pooling(3, 8, scored=False), beside=True, sinks=True),
      "of the other options"),
     (lambda: Pooling(3, 8, True, scored=False), "scored: got False with overlap"),
-    (lambda: Layer(ngrams=REAL), "ngrams: takes a layer with a recurrent block"),
-    (lambda: dataclasses.replace(read_config(CONFIG), streams=None), "ngrams: takes GatedConnections"),
+    (lambda: Layer(ngrams=REAL), "ngrams: got .* recurrent = None .*, takes one with a GatedDelta"),
+    (lambda: Layer(ngrams=REAL, recurrent=RgLru(8, 2)), "ngrams: got .*RgLru.*, takes one with a GatedDelta"),
+    (lambda: dataclasses.replace(read_config(CONFIG), streams=None), "ngrams: got .* takes GatedConnections"),
     (lambda: dataclasses.replace(REAL, base=1 << 28), "base: got"),
     (lambda: dataclasses.replace(REAL, width=2047), "width: got 2047, takes a multiple"),
     (lambda: dataclasses.replace(REAL, stop=248_320), "stop: got 248320"),
@@ -201,3 +204,11 @@ def test_long_texts_with_groups_of_16_equal_transformers(monkeypatch: pytest.Mon
     theirs = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=13, do_sample=False,
                                 pad_token_id=0)
     assert made[0].tolist() == theirs[0, 187:].tolist()
+
+
+@pytest.mark.wide
+def test_exits_refuse_a_model_without_a_final_norm() -> None:
+    model = Transformer(read_config(CONFIG))
+    batch = jnp.ones((1, 9), jnp.int32), jnp.ones((1, 9), bool)
+    with pytest.raises(ValueError, match="model: got one without a final norm of one residual stream"):
+        jax.eval_shape(functools.partial(losses_by_layer, model), model.abstract_params(), batch)

@@ -108,6 +108,8 @@ def test_the_gate_is_clipped_after_its_activation() -> None:
     ({"rope_parameters": None, "rope_theta": [1e4, 1e4, 2e4, 1e4]}, "rope_theta: got .*, takes the same for all"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention: got True, which a step3p5 model does not"),
     ({"attention_other_setting": {"head_dim": 8}}, "attention_other_setting.head_dim: got 8, supported is 16"),
+    ({"n_routed_experts": 6, "moe_num_experts": 8},
+     "moe_num_experts: got .*n_routed_experts = 6, moe_num_experts = 8.*, takes the same"),
     ({"moe_router_activation": "softmax"}, "moe_router_activation: got 'softmax', supported is 'sigmoid'"),
 ])
 def test_other_entries_are_refused(entries: dict[str, Any], message: str) -> None:

@@ -137,12 +137,11 @@ class DynamicExit(SkipsLayers):
     def observe(self, params: Params, s: State, window: Window, out: Out, decision: Decision | None,
                 state: Exits) -> Exits:
         state = state.replace(buffer=None)
-        if decision is None or out.layers is None or out.norm is None:      # no layers under guidance: the choice stays
+        if decision is None or out.layers is None:      # no layers under guidance: the choice stays
             return state
-        norm, head = out.norm, out.head
 
         def shadow(x: Array) -> tuple[Array, Array]:
-            logits = head(norm(x))
+            logits = out.head(out.normed(x))
             return first_argmax(logits), jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
 
         # one head after the other: all of them together would hold E times the logits
