@@ -22,8 +22,9 @@ from decodax.models.names import flatten
 from decodax.sampling import build as policy
 from tests.drafters.drafting import drafted_logits
 from tests.drafters.inside.checkpoints import LAYOUTS, PROMPTS, Case, released_layer_tables
-from tests.io.gguf.converting import converted
-from tests.io.gguf.converting_next import WITH_NEXT
+from tests.io.gguf.converting import converted, written
+from tests.io.gguf.converting_new import NEW
+from tests.io.gguf.converting_next import WITH_NEXT, with_next
 from tests.io.quantised.test_quantised_checkpoints import assert_same_weights
 from tests.io.quantised.test_quantised_families import LEFT
 from tests.io.quantised.writer import KINDS, Tensors, write_safetensors
@@ -144,6 +145,24 @@ def test_the_layer_in_a_gguf_file_is_that_of_the_checkpoint(case, name, tmp_path
         np.testing.assert_allclose(flatten(found.weights.head)[path], leaf, atol=1e-6, err_msg=path)
     run = lambda **options: dx.generate(lm, PROMPTS, max_new_tokens=6, eos_token_id=[], **options).tokens
     np.testing.assert_array_equal(run(algorithm="mtp"), run())
+
+
+@pytest.mark.wide
+def test_a_layer_of_several_streams_in_a_gguf_file_is_refused(tmp_path):
+    kind = NEW["deepseek-v4"]
+    more = lambda name, x: {"blk.4.nextn.eh_proj.weight": x} if name.endswith("head.weight") else {}
+    file = written(dataclasses.replace(kind, metadata=with_next(kind.metadata), change=lambda name, x, c: {
+        **kind.change(name, x, c), **more(name, x)}), tmp_path)[1]
+    with pytest.raises(CheckpointError, match="layers that predict further tokens, and those of 'deepseek4' are not"):
+        load_drafter(file)
+
+
+@pytest.mark.wide
+def test_a_target_without_a_layer_of_the_further_ones_kind_is_named(tmp_path):
+    own = Case("step3p7", tmp_path)
+    own.write(text_config={**own.entries["text_config"], "layer_types": ["full_attention"] * 2, "per_layer_config": {}})
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: layer_types: got no layer with a sliding window"):
+        load_drafter(tmp_path)
 
 
 def test_without_a_drafter_the_layers_of_the_targets_own_directory_draft(case):

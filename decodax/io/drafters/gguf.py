@@ -56,7 +56,8 @@ def read_further_blocks(path: Path, dtype: str) -> tuple[RecurrentHead | Depthwi
     blocks, family = _blocks(file), opened.entries["model_type"]
     if not blocks:
         raise CheckpointError(f"{path}: holds a model and no layers that predict further tokens (blk.N.nextn.*)")
-    # Of no family with two blocks a layer, or with several streams in it, are files known that hold the target, too.
+    # A layer of Nemotron 3 has two blocks. The layers of DeepSeek V4, with all residual streams, llama.cpp's converter
+    # writes to a file without the model's own layers.
     if family not in FURTHER or FURTHER[family].second or FURTHER[family].entries:
         raise CheckpointError(f"{path}: holds layers that predict further tokens, and those of {name!r} are not read")
     try:

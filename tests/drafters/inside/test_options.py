@@ -31,6 +31,8 @@ def head(case, at, **options):
 def test_a_second_layer_whose_queries_choose_tokens_is_refused():
     with pytest.raises(ValueError, match="queries choose the tokens that they attend to, takes another for count = 2"):
         DepthwiseHead((), 97, layer=head("glm5", 0), count=2)
+    with pytest.raises(ValueError, match="holds 2 layers that predict further tokens: layer: got one whose"):
+        inside("glm5", 2)
 
 
 @pytest.mark.parametrize("options", [{"fuse": "fc"}, {"hidden_first": True}, {"feeds_back": "before norm"}])
