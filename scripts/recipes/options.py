@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ZOO = Path(__file__).parents[2] / "models" / "zoo"
+"""The directory of the shipped models."""
 
 PROBLEMS, CANVAS = "copy reverse sort pick replace shuffle add brackets sudoku".split(), 16
 """The tasks of `decodax.bench.problems.puzzles`, which imports JAX, and the tokens of an answer to them."""
