@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.heads import TrainedHead
 from decodax.bench.plan.hardware import Device
-from decodax.cache import KVLayer, LinearRecurrent, LinearStates, PerLayer, Recurrent
+from decodax.cache import KeyValues, KVLayer, LinearRecurrent, LinearStates, PerLayer, Recurrent
 from decodax.common.axes import DATA, EXPERT, MODEL, by_axes, over, replicas
 from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
@@ -330,18 +330,18 @@ def kv_reads(s: Setup) -> list[KVRead]:
     in a round."""
     model: Any = s.lm.model
     c, across, item = model.config, s.mesh.shape[MODEL], jnp.dtype(model.dtype).itemsize
-    shapes, cache = kv_layers(c, None), s.state.cache
-    padding = getattr(cache.base if isinstance(cache, PerLayer) else cache, "padding", ()) or (0,) * len(shapes)
-    stored = dict(zip(c.attending, zip(shapes, padding, strict=True), strict=True))
+    shapes, cache = kv_layers(c, None), s.state.cache.base if isinstance(s.state.cache, PerLayer) else s.state.cache
+    zeros = [cache.padded(i) if isinstance(cache, KeyValues) else 0 for i in range(len(shapes))]
+    stored = dict(zip(c.attending, zip(shapes, zeros, strict=True), strict=True))
     found = []
     for i, layer in _layers(model):
         # The values of layers that repeat the attention of another one are in its entries.
         own = stored.get(i if layer.reads is None else layer.reads)
         if own is not None:
-            shape, zeros = own
-            heads, width = shape.heads // across if shape.heads % across == 0 else shape.heads, shape.both + zeros
-            found.append(KVRead(i, shape, layer.reads is None, heads, width, width * item * s.rows * heads,
-                                min(s.live, layer.sliding or s.live)))
+            shape, behind = own
+            heads, width = shape.heads // (1 if shape.heads % across else across), shape.both + behind
+            size, held = width * item * s.rows * heads, min(s.live, layer.sliding or s.live)
+            found.append(KVRead(i, shape, layer.reads is None, heads, width, size, held))
     return found
 
 
