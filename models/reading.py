@@ -49,7 +49,8 @@ def read_experts(count: int, chosen: int, width: int, normalise: bool = True, ke
     if count < 1:
         raise ValueError(f"num_experts, num_local_experts or n_routed_experts: got {count}, takes 1 or more")
     if chosen > (every := count + fields.get("zero", 0)):
-        raise ValueError(f"{key}: got {chosen}, takes at most the number of experts (num_experts), {every}")
+        raise ValueError(f"{key}: got {chosen}, takes at most the number of experts (num_experts or "
+                         f"n_routed_experts), {every}")
     try:
         return Experts(count, chosen, width, normalise, **fields)
     except ValueError as e:

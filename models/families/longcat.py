@@ -28,7 +28,11 @@ def _longcat_flash(c: Json) -> DecoderConfig:
     c = _counted(c)
     c = {**c, "intermediate_size": c.get("intermediate_size", c["ffn_hidden_size"])}
     turned, plain = c.get("qk_rope_head_dim", 64), c.get("qk_nope_head_dim", 128)
-    refuse_others(c, **FIXED, head_dim=turned, qk_head_dim=turned + plain)
+    refuse_others(c, **FIXED)
+    for key, value, of in (("head_dim", turned, "qk_rope_head_dim"),
+                           ("qk_head_dim", turned + plain, "qk_rope_head_dim and qk_nope_head_dim together")):
+        if c.get(key, value) != value:
+            raise ValueError(f"{key}: got {c[key]}, supported is {value}, {of}")
     if c["q_lora_rank"] is None:
         raise ValueError("q_lora_rank: got None, takes the width of the latent of queries")
     if not (c.get("rope_parameters") or {}).get("rope_theta") and not c.get("rope_theta"):

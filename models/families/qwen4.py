@@ -46,14 +46,16 @@ def _qwen4(c: Json) -> DecoderConfig:
     shape = read_shape(c, norm=NormConfig(eps=eps, unit_offset=True), qk_norm="head", qkv_bias=bias, out_bias=bias)
     rope, width = read_rope(c, shape), c["indexer_head_dim"]
     if rope.width > width:
-        raise ValueError(f"indexer_head_dim: got {width}, takes at least the rotated part of a head, {rope.width}")
+        raise ValueError(f"indexer_head_dim: got {width}, takes at least the rotated part of a head, "
+                         f"{rope.width} by rope_parameters and partial_rotary_factor")
     attention = Layer(rope=rope, output_gate=OutputGate("channels", bias=bias), recurrent=Pooling(
         every, width, scored=False), beside=True, index=GroupIndex(c["indexer_n_heads"], width, budget // every))
     delta = GatedDelta(keys, c["linear_num_value_heads"], c["linear_key_head_dim"], c["linear_value_head_dim"],
                        c["linear_conv_kernel_dim"], eps=eps, gate=gate)
     kinds, ngrams = _kinds(c), _ngrams(c)
     if without := [i + 1 for i in ngrams if kinds[i] in ATTENDS]:
-        raise ValueError(f"ple_layer_ids: got {without}, takes layers without attention")
+        raise ValueError(f"ple_layer_ids: got {without}, takes layers without attention, by layer_types "
+                         "or full_attention_interval")
     experts = read_experts(c["num_experts"], c["num_experts_per_tok"], c["moe_intermediate_size"],
                            c.get("norm_topk_prob", True), shared=c["shared_expert_intermediate_size"], shared_gate=True)
     layers = tuple(attention if kind in ATTENDS else Layer(recurrent=delta, ngrams=ngrams.get(i))
@@ -71,7 +73,7 @@ def _kinds(c: Json) -> list[str]:
                          f"num_hidden_layers = {count}")
     if not set(ATTENDS) & set(kinds[:count]):
         raise ValueError(f"layer_types: got {kinds[:count]} for num_hidden_layers = {count}, takes one or more "
-                         "'indexed_attention'")
+                         "'indexed_attention', or a full_attention_interval that leaves some")
     return list(kinds[:count])
 
 
@@ -91,10 +93,13 @@ def _ngrams(c: Json) -> dict[int, HashedNGrams]:
     if c["ngram_size"] < 2 or width % count:
         raise ValueError(f"ple_embed_dim: got {width} with ngram_size = {c['ngram_size']}, takes a multiple of the "
                          f"number of tables, (ngram_size - 1) heads_per_ngram = {count}, and an ngram_size from 2")
-    return {layer - 1: HashedNGrams(width, c["ngram_size"], c["heads_per_ngram"], c["ngram_vocab_size_base"], number,
-                              c["seed"], c["make_ngram_vocab_size_divisible_by"], stop, c["vocab_size"],
-                              (c["hc_count"], c["hidden_size"]), c["ple_conv_kernel_size"])
-            for number, layer in enumerate(found)}
+    try:
+        return {layer - 1: HashedNGrams(width, c["ngram_size"], c["heads_per_ngram"], c["ngram_vocab_size_base"],
+                                        number, c["seed"], c["make_ngram_vocab_size_divisible_by"], stop, c["vocab_size"],
+                                        (c["hc_count"], c["hidden_size"]), c["ple_conv_kernel_size"])
+                for number, layer in enumerate(found)}
+    except ValueError as e:
+        raise ValueError(f"eos_token_id, vocab_size or ngram_vocab_size_base: {e}") from None
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {"qwen4_exp_text": _qwen4}

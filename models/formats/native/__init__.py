@@ -37,8 +37,8 @@ TARGETS = {"decodax_matmul": "DecodaxMatmul", "decodax_rows": "DecodaxRows"}
 COMPILERS = ("c++", "g++", "clang++")
 """Programs that are looked for, after the one that $CXX names."""
 
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w")
-"""Options of the compiler."""
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-w")
+"""Options of the compiler. Products and sums are joined where the sources say so, not where the compiler chooses."""
 
 KINDS = ((32, 4), (32, 5), (32, 8), (16, 6))
 """Numbers of inputs of a group and bits of a code for which there is a product."""

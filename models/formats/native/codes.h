@@ -70,7 +70,8 @@ DECODAX_INLINE inline void Decode(const Kernel& k, int64_t n, int64_t g, float s
   const int64_t at = n * k.groups + g;
   const uint8_t* codes = k.codes + at * kBytes;
   __builtin_prefetch(codes + kAhead * k.groups * kBytes);
-#define DECODAX_WEIGHTS(...) (__builtin_convertvector((__VA_ARGS__), Floats) * scale + low)
+#define DECODAX_WEIGHTS(...) \
+  MultiplyAdd(__builtin_convertvector((__VA_ARGS__), Floats), Floats{} + scale, Floats{} + low)
   if constexpr (kBits == 8) {
     Unrolled<kGroup / L>([&](auto i) DECODAX_INLINE {
       use(DECODAX_WEIGHTS(Codes<L, true>(codes + i * L)), i * L);
@@ -113,7 +114,9 @@ inline void Outputs(const Kernel& k, int64_t n, const float* x, int64_t stride, 
       Unrolled<O>([&](auto o) DECODAX_INLINE {
         Decode<kGroup, kBits, L>(
             k, n + o, first + i, scales[o][i], lows[o][i], [&](const Floats& w, int place) DECODAX_INLINE {
-              Unrolled<R>([&](auto r) DECODAX_INLINE { sums[o][r] += w * Load<Floats>(at + r * stride + place); });
+              Unrolled<R>([&](auto r) DECODAX_INLINE {
+                sums[o][r] = MultiplyAdd(w, Load<Floats>(at + r * stride + place), sums[o][r]);
+              });
             });
       });
     }

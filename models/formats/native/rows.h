@@ -59,7 +59,7 @@ inline void RowOutputs(const uint8_t* kernel, const float* x, int64_t K, float* 
       const uint8_t* at = kernel + (o * K + i) * T::B;
       __builtin_prefetch(at + kAhead * K * T::B);
       const Floats w = Weights<T, L>(at);
-      Unrolled<R>([&](auto r) DECODAX_INLINE { sums[o][r] += w * Load<Floats>(x + r * K + i); });
+      Unrolled<R>([&](auto r) DECODAX_INLINE { sums[o][r] = MultiplyAdd(w, Load<Floats>(x + r * K + i), sums[o][r]); });
     });
   if (i < K)
     for (int o = 0; o < O; ++o) {
@@ -69,7 +69,7 @@ inline void RowOutputs(const uint8_t* kernel, const float* x, int64_t K, float* 
       for (int r = 0; r < R; ++r) {
         float own[L] = {};
         std::memcpy(own, x + r * K + i, (K - i) * sizeof *own);
-        sums[o][r] += w * Load<Floats>(own);
+        sums[o][r] = MultiplyAdd(w, Load<Floats>(own), sums[o][r]);
       }
     }
   for (int o = 0; o < O; ++o)

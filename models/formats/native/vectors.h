@@ -84,6 +84,24 @@ inline typename Vector<L>::Ints Shifted(uint32_t v, int first, int width) {
   return (typename Vector<L>::Ints{} + static_cast<int32_t>(v)) >> places;
 }
 
+// Returns a * b + c, rounded once where the machine has an instruction for that. Left to itself (-ffp-contract), a
+// compiler rounds once for some numbers of rows and twice for others, which then have other last bits.
+template <typename Floats>
+DECODAX_INLINE inline Floats MultiplyAdd(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(Floats) == 64) return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__x86_64__) && defined(__FMA__)
+  if constexpr (sizeof(Floats) == 32) return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+#ifdef __FP_FAST_FMAF
+  for (unsigned i = 0; i < sizeof(Floats) / sizeof(float); ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 // Adds up a vector: half to half, which does not depend on the number of rows or outputs.
 inline float Sum(const float* v, Number<1>) { return v[0]; }
 
