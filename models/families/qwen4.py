@@ -94,10 +94,10 @@ def _ngrams(c: Json) -> dict[int, HashedNGrams]:
         raise ValueError(f"ple_embed_dim: got {width} with ngram_size = {c['ngram_size']}, takes a multiple of the "
                          f"number of tables, (ngram_size - 1) heads_per_ngram = {count}, and an ngram_size from 2")
     try:
-        return {layer - 1: HashedNGrams(width, c["ngram_size"], c["heads_per_ngram"], c["ngram_vocab_size_base"],
-                                        number, c["seed"], c["make_ngram_vocab_size_divisible_by"], stop, c["vocab_size"],
-                                        (c["hc_count"], c["hidden_size"]), c["ple_conv_kernel_size"])
-                for number, layer in enumerate(found)}
+        return {layer - 1: HashedNGrams(
+            width, c["ngram_size"], c["heads_per_ngram"], c["ngram_vocab_size_base"], number, c["seed"],
+            c["make_ngram_vocab_size_divisible_by"], stop, c["vocab_size"], (c["hc_count"], c["hidden_size"]),
+            c["ple_conv_kernel_size"]) for number, layer in enumerate(found)}
     except ValueError as e:
         raise ValueError(f"eos_token_id, vocab_size or ngram_vocab_size_base: {e}") from None
 
