@@ -19,7 +19,7 @@ CACHES = ("streaming-llm", "h2o", "snapkv", "adakv")
 """A ring, and caches that choose by attention: while decoding, after the prompt, and by head."""
 DENSE = {"mixture-of-attentions"}
 """Systems that read the target's whole cache, and refuse one that drops entries."""
-SHOWN = {"eagle-3", "medusa", "dflash", "longspec"}
+SHOWN = {"eagle-3", "longspec"}
 
 
 @functools.cache
