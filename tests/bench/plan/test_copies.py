@@ -65,8 +65,8 @@ SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidd
 MIXTURES = {
     "gpt_oss": ("mlp", {"head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 128, "sliding_window": 8}),
     "longcat_flash": ("shortcut", {
-        "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-        "n_routed_experts": 128, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 20})}
+        "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 128, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 20})}
 
 
 @pytest.mark.wide
