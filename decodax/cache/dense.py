@@ -38,7 +38,7 @@ class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
         length: `i32[B]`, number of verified entries; attention ignores slots from `length` on.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
-        padding: static; the number of zeros behind an entry of each layer; (): none.
+        padding: static; the number of zeros after an entry of each layer; (): none.
     """
 
     supports: ClassVar[frozenset[Feature]] = ALL

@@ -80,7 +80,7 @@ class KeyValues(DraftBase):
             their bytes.
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
-        padding: static; the number of zeros behind an entry of each layer; (): none.
+        padding: static; the number of zeros after an entry of each layer; (): none.
     """
 
     if TYPE_CHECKING:       # each kind declares them, in the order of its fields
@@ -92,7 +92,7 @@ class KeyValues(DraftBase):
         padding = ()
 
     def padded(self, layer: int) -> int:
-        """Returns the number of zeros behind each entry of a layer (`decodax.cache.lanes`)."""
+        """Returns the number of zeros after each entry of a layer (`decodax.cache.lanes`)."""
         return self.padding[layer] if self.padding else 0
 
     def keys(self, layer: int) -> Array:

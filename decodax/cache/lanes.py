@@ -3,7 +3,7 @@
 A TPU stores the last axis of an array in tiles of 128 lanes. If it is no multiple of 128, such as the 576 channels of
 DeepSeek's latents, XLA gives an argument another order of axes, with less padding. But attention and commits take
 entries as the shape has them, so the whole cache would be copied at the beginning and the end of each call, into an
-array with padding. With zeros behind each entry, the argument is that array. Only the default cache and `paged` have
+array with padding. With zeros after each entry, the argument is that array. Only the default cache and `paged` have
 them, and only on TPUs.
 """
 
@@ -25,7 +25,7 @@ LANES = 128
 
 
 def paddings(layers: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
-    """Returns the number of zeros behind each entry, for each layer: none except on TPUs. `layers` has a `KVLayer` for
+    """Returns the number of zeros after each entry, for each layer: none except on TPUs. `layers` has a `KVLayer` for
     each layer, or a tuple of its first fields. Entries with a choice of keys have none: it reads their end."""
     if platform() != "tpu":
         return (0,) * len(layers)
@@ -33,7 +33,7 @@ def paddings(layers: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
 
 
 def pad(x: Array, count: int) -> Array:
-    """Returns an array with `count` zeros behind its last axis."""
+    """Returns an array whose last axis is longer by `count` zeros at its end."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, count),)) if count else x
 
 
@@ -54,7 +54,7 @@ def attend_padded(q: Array, k: Array, v: Array, window: Any, kv: Array, length: 
 
 def attend_padded_cache(q: Array, positions: Array, kv: Array, length: Array, padding: int,
                         **options: Any) -> tuple[Array, Array]:
-    """Returns `prefix_attention` to a cache `kv` with `padding` zeros behind its entries."""
+    """Returns `prefix_attention` to a cache `kv` with `padding` zeros after its entries."""
     latents = kv.shape[3] == q.shape[3] + padding
     out, lse = prefix_attention(pad(q, padding if latents else 0), positions, kv, length, **options)
     return out[..., :out.shape[3] - padding] if padding else out, lse

@@ -38,7 +38,7 @@ class PagedCache(KeyValues, AttendsAlone):
         length: `i32[B]`, number of tokens of each row that have been committed (written to the cache).
         given: inputs of each row beside its tokens; see `Cache.inputs`.
         widths: static; the key width `d` of each layer.
-        padding: static; the number of zeros behind an entry of each layer.
+        padding: static; the number of zeros after an entry of each layer.
     """
 
     kv: tuple[Array, ...]

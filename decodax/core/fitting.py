@@ -1,4 +1,4 @@
-"""What the cache of a model needs for a request: its size, and positions beyond the prompt."""
+"""Functions that adapt the cache of a model to the length of a request."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CONFIGS = {"latents": CONFIG, "values narrower than keys": MIMO}
 
 
 def on_tpu(make: Any, *args: Any) -> Any:
-    """What a function makes where the platform is a TPU."""
+    """Returns what a function makes if the platform is a TPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lanes, "platform", lambda: "tpu")
         return make(*args)

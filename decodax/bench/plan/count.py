@@ -310,7 +310,7 @@ class KVRead:
         shape: their shape.
         own: False if they are those of another layer, which are read again, but not stored or written.
         heads: number of key/value heads that the device has.
-        width: number of channels of one entry, with the zeros that caches on TPUs have behind it
+        width: number of channels of one entry, with the zeros that caches on TPUs store after it
             (`decodax.cache.lanes`).
         entry: bytes of one entry of all rows, with these zeros.
         held: number of entries of each row that the layer attends to.

@@ -1,4 +1,4 @@
-"""What a call of many rounds on a TPU does not copy: caches whose entries fill no whole tiles, and experts."""
+"""A call of many rounds on a TPU copies neither caches, whatever the width of their entries, nor experts."""
 
 import importlib.util
 from typing import Any

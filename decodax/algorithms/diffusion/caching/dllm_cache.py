@@ -99,7 +99,7 @@ class FeatureCache(Wrapper):
 
 
 def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: Any) -> Dense:
-    """Returns an empty cache of the model, without zeros behind entries (`decodax.cache.lanes`).
+    """Returns an empty cache of the model, without zeros after entries (`decodax.cache.lanes`).
 
     Raises:
         ValueError: the cache is not dense.
