@@ -26,6 +26,7 @@ from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.io.weights import DTYPES, Loader, load_all
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
+from decodax.models.drafters.further import FURTHER, MEDUSA
 from decodax.models.encoder_decoder import names as encoder_decoder
 from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.encoder_decoder.reading import read_encoder_decoder
@@ -33,7 +34,6 @@ from decodax.models.families import WITH_IMAGES, family_of, read_config, text_pa
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.further import FURTHER, MEDUSA
 from decodax.models.names import (
     IGNORED,
     IMAGES,

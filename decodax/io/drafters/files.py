@@ -38,6 +38,7 @@ from decodax.models.drafters.corrections import CandidateSelector, Markov, Prefi
 from decodax.models.drafters.cross_kv import CrossKVHead
 from decodax.models.drafters.depthwise import DepthwiseHead
 from decodax.models.drafters.falcon import FalconHead
+from decodax.models.drafters.further import FURTHER
 from decodax.models.drafters.hamburger import HamburgerHead
 from decodax.models.drafters.head import DraftHead, Weights
 from decodax.models.drafters.hydra import HydraHead
@@ -51,7 +52,6 @@ from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculat
 from decodax.models.drafters.units import UnitHead
 from decodax.models.families import family_of
 from decodax.models.formats import Format, kernels, without_data
-from decodax.models.further import FURTHER
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.names import flatten
 from decodax.models.packed import Packed

@@ -1,4 +1,5 @@
-"""Reads the layers for multi-token prediction inside a target's checkpoint as a drafter (`decodax.models.further`).
+"""Reads the layers for multi-token prediction inside a target's checkpoint as a drafter
+(`decodax.models.drafters.further`).
 
 The decoder layer in each is the target's own kind of layer: its attention, its router, and its norms.
 """
@@ -25,9 +26,9 @@ from decodax.models.blocks.options import Layer
 from decodax.models.compressed.options import Pooling
 from decodax.models.config import DecoderConfig
 from decodax.models.drafters.depthwise import DepthwiseHead
+from decodax.models.drafters.further import FURTHER, SPECULATORS, TUNED, FurtherLayers
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import FAMILIES, family_of, read_config, text_part
-from decodax.models.further import FURTHER, SPECULATORS, TUNED, FurtherLayers
 from decodax.models.names import (
     as_stored,
     deciding_names,

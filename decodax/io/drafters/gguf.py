@@ -1,4 +1,4 @@
-"""Reads the layers for multi-token prediction inside a GGUF file as a drafter (`decodax.models.further`)."""
+"""Reads the layers for multi-token prediction inside a GGUF file as a drafter (`decodax.models.drafters.further`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.tensors import RowReader, RowSource, find_rows
 from decodax.io.gguf.weights import load_weights
 from decodax.models.drafters.depthwise import DepthwiseHead
+from decodax.models.drafters.further import FURTHER
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import read_config
-from decodax.models.further import FURTHER
 from decodax.models.names import flatten
 
 AROUND = {"embed_norm": "nextn.enorm", "state_norm": "nextn.hnorm", "fc": "nextn.eh_proj", "norm":

@@ -12,10 +12,10 @@ from decodax.io.drafters.reading import placed, same
 from decodax.io.drafters.tensors import Tensors
 from decodax.io.files import INDEX, ONE, CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
+from decodax.models.drafters.further import MEDUSA
 from decodax.models.drafters.hydra import HydraHead
 from decodax.models.drafters.prefixed import plain_layers
 from decodax.models.drafters.stack import MedusaHead, MLPSpeculatorHead
-from decodax.models.further import MEDUSA
 
 
 def medusa_in(path: Path) -> list[str]:

@@ -11,9 +11,9 @@ from decodax.core.types import Out
 from decodax.io.drafters import TrainedDrafter, load_drafter, save_drafter
 from decodax.io.drafters.further import head_of, layer_of, repeated
 from decodax.models.drafters.depthwise import DepthwiseHead
+from decodax.models.drafters.further import FURTHER
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.families import family_of, read_config, text_part
-from decodax.models.further import FURTHER
 from decodax.models.names import flatten
 from decodax.models.transformer import Transformer
 from decodax.models.weight_source import nested, stored_dtype

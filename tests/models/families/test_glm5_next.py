@@ -59,8 +59,9 @@ def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_pages_give_the_tokens_of_the_default_cache_and_others_are_refused(tmp_path: Path) -> None:
-    saved("glm5-next", tmp_path)
+@pytest.mark.parametrize("name", ["glm5-next", "qwen4"])
+def test_pages_give_the_tokens_of_the_default_cache_and_others_are_refused(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
     lm = dx.load(tmp_path)
     options: dict[str, Any] = dict(max_new_tokens=9, eos_token_id=[])
     plain = dx.generate(lm, PROMPTS, **options).tokens

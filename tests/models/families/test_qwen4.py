@@ -112,17 +112,6 @@ def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
         dx.load(tmp_path)
 
 
-@pytest.mark.wide
-def test_pages_give_the_tokens_of_the_default_cache_and_others_are_refused(tmp_path: Path) -> None:
-    saved("qwen4", tmp_path)
-    lm = dx.load(tmp_path)
-    options: dict[str, Any] = dict(max_new_tokens=9, eos_token_id=[])
-    plain = dx.generate(lm, PROMPTS, **options).tokens
-    assert dx.generate(lm, PROMPTS, cache="paged:page=4,pages=64", **options).tokens.tolist() == plain.tolist()
-    with pytest.raises(ValueError, match="chooses some of them, which takes the default cache or paged"):
-        dx.generate(lm, PROMPTS, cache="snapkv:budget=64", **options)
-
-
 def test_embeddings_are_refused() -> None:
     model = Transformer(read_config({**CONFIG, "num_hidden_layers": 2, "ple_layer_ids": [1]}))
     lm = dx.LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=97)
