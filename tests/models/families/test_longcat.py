@@ -85,7 +85,7 @@ def test_missing_entries_have_the_values_of_transformers() -> None:
     ({"q_lora_rank": None}, "q_lora_rank: got None, takes the width of the latent of queries"),
     ({"num_hidden_layers": 1}, "num_hidden_layers: got 1, takes an even number from 2"),
     ({"num_layers": 3}, "num_hidden_layers: got 4, takes 6, two for each of num_layers = 3"),
-    ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts .num_experts., 9"),
+    ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts .num_experts or n_routed_experts., 9"),
     ({"moe_topk": [4, 4]}, "moe_topk: got .4, 4., takes a whole number from 1"),
     ({"zero_expert_num": -1}, "zero_expert_num: got -1, takes a whole number from 0"),
     ({"mlp_bias": True}, "mlp_bias: got True, supported is False"),
