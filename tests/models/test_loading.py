@@ -145,6 +145,8 @@ def test_every_wrong_entry_of_every_family_is_named() -> None:
     for config in configs:
         nested = [(place, key) for place in ("rope_parameters", "rope_scaling") for key in config.get(place) or {}]
         for place, key in [(None, key) for key in config if key in KINDS] + nested:
+            if key == "model_type" and config is not configs[0]:
+                continue        # an unknown one is compared with all families, which takes long and is the same for all
             for value in ODD:
                 changed = {**config, place: {**config[place], key: value}} if place else {**config, key: value}
                 error = refused(changed)
