@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,20 +143,33 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
     Raises:
         ValueError: the name is none of these, or the architecture is not supported.
     """
-    if isinstance(name, Mapping):
-        config: Mapping[str, Any] = name
-    elif str(name) in PRESETS:
-        config = PRESETS[str(name)]
-    else:
-        try:
-            path = find(name)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"model: got {str(name)!r}, takes a directory with a config.json, a GGUF file, a shipped "
-                             f"model, or a preset ({near(str(name), PRESETS)})") from error
-        config = Gguf.open(path).entries if path.is_file() else read_json(path / "config.json")
+    config = _config(name)
     model: Any = Transformer(read_config(dict(config)), dtype=dtype)
     return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,
               name=name if isinstance(name, str) else "model", diffusion=read_diffusion(config))
+
+
+def _config(name: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the entries of the config.json of a model, given as to `abstract`."""
+    if isinstance(name, Mapping):
+        return name
+    if str(name) in PRESETS:
+        return PRESETS[str(name)]
+    try:
+        path = find(name)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"model: got {str(name)!r}, takes a directory with a config.json, a GGUF file, a shipped "
+                         f"model, or a preset ({near(str(name), PRESETS)})") from error
+    return Gguf.open(path).entries if path.is_file() else read_json(path / "config.json")
+
+
+def _packed(model: str | Path) -> str | None:
+    """Returns the name of the format in which the weights of a directory or a GGUF file are packed; None for arrays and
+    presets."""
+    if str(model) not in PRESETS and (path := find(model)).is_file():
+        types = {tensor.type for tensor in Gguf.open(path).file.tensors.values()} - {"F32", "F16", "BF16", "F64"}
+        return ", ".join(sorted(types)) or None
+    return (_config(model).get("quantization_config") or {}).get("quant_method")
 
 
 def meshes(count: int, batch: int) -> list[tuple[int, int]]:
@@ -195,7 +209,8 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         algorithm: as in `decodax.generate`.
         draft: the algorithm's draft model.
         cache: as in `decodax.generate`.
-        weights: a format of `decodax.models.formats`, such as "int8"; default `dtype`.
+        weights: a format of `decodax.models.formats`, such as "int8"; default `dtype`, with a warning if the model's
+            own weights are packed.
         dtype: the dtype of the model.
         tokens_per_round: new tokens for each row and round, as measured with `decodax compare`; 1 for plain decoding.
         price: price of a device for an hour, by device, such as `{"v5e": 1.2}`.
@@ -210,6 +225,9 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         ValueError: a name is unknown, or an argument is out of range.
     """
     lm = model if isinstance(model, LM) else abstract(model, dtype)
+    if weights is None and not isinstance(model, LM) and (packed := _packed(model)):
+        warnings.warn(f"model: the weights of {model} are packed ({packed}), and planned as {dtype}; weights= names a "
+                      "packed format to plan with", stacklevel=2)
     if not isinstance(lm.model, Transformer):
         raise ValueError(f"model: got a {type(lm.model).__name__}, takes a Transformer")
     for name, value in (("batch", batch), ("capacity", capacity), ("live", live), ("max_new_tokens", max_new_tokens)):

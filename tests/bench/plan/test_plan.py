@@ -1,9 +1,11 @@
 """Plans against arithmetic by hand, and against what XLA's TPU compiler says."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
+import warnings
 
 import jax
 import numpy as np
@@ -249,6 +251,18 @@ def test_the_largest_batch_is_one_that_fits():
 
 
 @pytest.mark.wide
+def test_packed_weights_that_are_planned_as_arrays_are_named(tmp_path):
+    config = {**PRESETS["gpt-oss-20b"], "num_hidden_layers": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    at = functools.partial(plan, tmp_path, "v5e:2x2", batch=4, capacity=64, mesh=[(1, 4)], compile=False)
+    with pytest.warns(UserWarning, match=r"are packed \(mxfp4\), and planned as bfloat16; weights= names"):
+        arrays, = at()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed, = at(weights="mxfp4")
+    assert packed.counts.weights < 0.7 * arrays.counts.weights
+
+
 def test_this_machine(monkeypatch):
     here = slice_of("here")
     assert here.count == jax.local_device_count() and 1e8 < here.device.bandwidth < 1e13 and here.device.flops > 1e8
