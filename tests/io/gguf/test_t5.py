@@ -83,6 +83,8 @@ def test_kernels_stay_packed(name: str, tmp_path: Path) -> None:
     window, source = causal(np.array([[0, 5, 9, 17]] * 2), jnp.zeros(2, jnp.int32)), EncoderText.of(SOURCES)
     np.testing.assert_allclose(score(lm.model, lm.params, window, source), score(lm.model, whole, window, source),
                                atol=1e-3)
+    anew, directly = (flatten(dx.load(path, weights="int8").params) for path in written(name, tmp_path)[::-1])
+    assert {path: type(leaf) for path, leaf in anew.items()} == {path: type(leaf) for path, leaf in directly.items()}
     run = functools.partial(dx.generate, lm, [[], []], inputs=source, max_new_tokens=6, eos_token_id=[])
     assert run(algorithm="prompt-lookup:length=3").tokens.tolist() == run().tokens.tolist()
 
