@@ -258,8 +258,9 @@ def _gemma4(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 def _unigram(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Returns the unigram model of T5, and False."""
     unknown, charsmap = v.id("unknown"), v.get("precompiled_charsmap")
-    assert unknown is not None
-    return unigram(v.tokens, _scores(v), unknown, b"" if charsmap is None else charsmap.tobytes(),
+    if unknown is None:
+        raise v.error("unknown_token_id", "got none", "an id")
+    return unigram(v.tokens, _scores(v), unknown, b"" if charsmap is None else charsmap.astype(np.uint8).tobytes(),
                    v.get("remove_extra_whitespaces", False), v.get("add_space_prefix", False), BYTE in v.kinds), False
 
 
