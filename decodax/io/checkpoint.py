@@ -169,7 +169,7 @@ def local_device() -> jax.sharding.Sharding:
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
-def places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
+def places(model: Transformer | EncoderDecoder, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
     """Returns the sharding of each weight by its path; the first local device if there is no mesh."""
     here = local_device()
     return flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))

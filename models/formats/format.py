@@ -66,14 +66,14 @@ class ModelFormat(Checked, abc.ABC):
 
 
 def kernels(weights: Any) -> list[str]:
-    """Returns the dotted paths of those weights of a decoder that formats pack.
+    """Returns the dotted paths of those weights of a decoder or encoder-decoder that formats pack.
 
     The routers of experts are left out, since small errors would change the choice of experts, and the small kernels of
     decays and rates of a gated delta rule, whose errors would add up. A tied embedding table counts as a kernel.
     """
     found = flatten(weights)
     inside = [path for path in found if path.endswith(".kernel") and not EXACT.search(path)]
-    return inside if "lm_head.kernel" in found else [*inside, "embed"]
+    return inside if {"lm_head.kernel", "head.kernel"} & found.keys() else [*inside, "embed"]
 
 
 EXACT = re.compile(r"\.(router|in_a|in_b|low_a)\.")

@@ -16,6 +16,7 @@ from decodax.io.checkpoint import checked_options, places
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.architectures import ARCHITECTURES
 from decodax.io.gguf.config import read_entries
+from decodax.io.gguf.encoder_decoder import T5, load_t5
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.recurrent import NETWORKS, load_recurrent
 from decodax.io.gguf.tensors import ROPE, RowReader, RowSource, row_sources
@@ -23,14 +24,18 @@ from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.gguf.weights import FLOATS, load_weights
 from decodax.io.text import Tokenizer
 from decodax.models.diffusion import Diffusion, read_diffusion
+from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.families import read_config
 from decodax.models.formats import Format
 from decodax.models.names import flatten
 from decodax.models.recurrent.mamba import Mamba
 from decodax.models.recurrent.mamba2 import Mamba2
+from decodax.models.recurrent.rwkv7 import Rwkv7
 from decodax.models.transformer import Transformer, Weights
 
 __all__ = ["Gguf"]
+
+Network = Transformer | EncoderDecoder | Mamba | Mamba2 | Rwkv7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +87,16 @@ class Gguf:
 
     def generation_config(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Returns the model's defaults, with the special ids of a tokenizer."""
-        return read_generation(self.file, tokenizer)
+        own = {key: self.entries[key] for key in ("decoder_start_token_id",) if key in self.entries}
+        return read_generation(self.file, tokenizer) | own
 
     def load(self, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None, context: int | None = None,
-             weights: str | Format | None = None) -> tuple[Transformer | Mamba | Mamba2, Weights]:
+             weights: str | Format | None = None) -> tuple[Network, Weights]:
         """Loads the network and its weights. Arguments and errors are those of `decodax.io.checkpoint.load_model`.
 
         Args:
             dtype: None takes that of the table of embeddings if it has floats, else bfloat16.
-            mesh, context: as there; None for a Mamba or Mamba-2.
+            mesh, context: as there; None for a Mamba, Mamba-2 or RWKV-7; T5 takes a mesh alone.
             weights: another format for the kernels; None keeps the file's.
         """
         asked, packing = checked_options(dtype, weights, context)
@@ -99,6 +105,11 @@ class Gguf:
                 raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {self.file.path.name!r}, takes "
                                  "None: such a network runs on one device and has no context length to set")
             return load_recurrent(self.file, self.entries, asked, packing)
+        if self.file.metadata["general.architecture"] == T5:
+            if context is not None:
+                raise ValueError(f"context: got one for {self.file.path.name!r}, takes None: an encoder-decoder has no "
+                                 "context length to set")
+            return load_t5(self.file, self.entries, asked, mesh, packing)
         try:
             config = read_config(self.entries)
         except ValueError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.architectures import ARCHITECTURES
+from decodax.io.gguf.encoder_decoder import T5, t5_entries
 from decodax.io.gguf.metadata import Factors, Metadata
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.recurrent import NETWORKS, recurrent_entries
@@ -29,13 +30,15 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
             not supported.
     """
     m = Metadata(file, factors)
-    if m.name not in (known := sorted({**ARCHITECTURES, **NETWORKS})):
+    if m.name not in (known := sorted([*ARCHITECTURES, *NETWORKS, T5])):
         near = difflib.get_close_matches(m.name, known, n=3, cutoff=0.4)
         raise CheckpointError(f"{file.path}: general.architecture: got {m.name!r}, "
                               f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(known)}")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise CheckpointError(f"{file.path}: lacks tensor token_embd.weight, or its shape is not that of a table")
+    if m.name == T5:
+        return t5_entries(m, table.shape[0])
     # Lists of a wrong number of layers would fill the memory. Layers that predict further tokens may be left out.
     held = 1 + max((int(number) for name in file.tensors if name.startswith("blk.")
                     and (number := name.split(".")[1]).isdecimal()), default=-1)

@@ -203,7 +203,7 @@ def _viewed(view: Stored, path: str, file: GgufFile, config: Any, shapes: dict[s
         return name if isinstance(older, str) else older
     entries = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     total = math.prod(tensor.shape) // entries
-    widths = [shapes[f"{beside}{other}"].shape[-1] for other in view.of] or [total]
+    widths = [math.prod(shapes[f"{beside}{other}"].shape) // entries for other in view.of] or [total]
     at = view.of.index(rest) if view.of else 0
     start, picks = sum(widths[:at]), None if view.rows is None else view.rows(config, layer)
     rows = widths[at] if picks is None else len(picks)

@@ -1,8 +1,9 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-Three kinds are read: byte-level BPE ("gpt2"), with its merges and the name of its splitting rule; SentencePiece's BPE
+Five kinds are read: byte-level BPE ("gpt2"), with its merges and the name of its splitting rule; SentencePiece's BPE
 ("llama"), with a score for each token, which becomes a BPE whose merges are the pairs that make a token, in the order
-of scores, as in transformers' conversion; and Gemma 4's ("gemma4"), SentencePiece's with merges in the file.
+of scores, as in transformers' conversion; Gemma 4's ("gemma4"), SentencePiece's with merges in the file;
+SentencePiece's unigram model ("t5"); and the longest match of RWKV ("rwkv").
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from decodax.common.arguments import shown
 from decodax.io.files import CheckpointError
+from decodax.io.gguf.longest import TEMPLATE, WORLD, longest_match, spelled
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.splitting import RULES
+from decodax.io.gguf.unigram import unigram
 from decodax.io.text import Tokenizer
 from decodax.sampling.neutral import is_neutral
 
-UNKNOWN, CONTROL, USER, BYTE = 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 """Numbers of types of tokens in `tokenizer.ggml.token_type`."""
 
 ENDS = frozenset(("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -54,8 +57,12 @@ UNREAD = {"xtc_probability": 0, "mirostat": 0, "penalty_last_n": -1, "sequence":
 
 TAKES: dict[str, tuple[type, str]] = {
     "pre": (str, "a text"), "tokens": (list, "a list of texts"), "merges": (list, "a list of texts"),
-    "scores": (np.ndarray, "a list of numbers"), "token_type": (np.ndarray, "a list of numbers")}
+    "scores": (np.ndarray, "a list of numbers"), "token_type": (np.ndarray, "a list of numbers"),
+    "precompiled_charsmap": (np.ndarray, "a list of bytes")}
 """Types of entries under `tokenizer.ggml`. Ids are whole numbers, and the others true or false."""
+
+IDS = {"eos": 1, "unknown": 2, "padding": 0}
+"""Ids of T5's special tokens in files that do not name them."""
 
 LOG = logging.getLogger("decodax")
 
@@ -65,7 +72,8 @@ class Vocabulary:
 
     Attributes:
         file: the file.
-        tokens: their texts by id.
+        kind: the name of the tokenizer's kind.
+        tokens: their texts by id; those of RWKV in the characters of a byte-level BPE.
         kinds: their types by id.
         ids: their ids by text.
         ends: the ids that end a text, those that the file names first.
@@ -73,12 +81,16 @@ class Vocabulary:
 
     def __init__(self, file: GgufFile):
         self.file = file
+        self.kind: str = file.metadata["tokenizer.ggml.model"]
         self.tokens: list[str] = [text or f"[EMPTY_{i}]" for i, text in enumerate(self.need("tokens"))]
         given = self.get("token_type")
-        self.kinds: list[int] = [1] * len(self.tokens) if given is None else given.tolist()
+        self.kinds: list[int] = [NORMAL] * len(self.tokens) if given is None else given.tolist()
         if len(self.kinds) != len(self.tokens):
             raise self.error("token_type", f"got {len(self.kinds)} entries",
                              f"one for each of {len(self.tokens)} tokens")
+        if self.kind == "rwkv":
+            self.tokens = [spelled(text) if kind == NORMAL else text
+                           for text, kind in zip(self.tokens, self.kinds, strict=True)]
         self.ids = {text: i for i, text in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
             twice = next(text for i, text in enumerate(self.tokens) if self.ids[text] != i)
@@ -114,7 +126,7 @@ class Vocabulary:
 
     def id(self, name: str) -> int | None:
         """Returns the id that the file names, such as "bos", or None."""
-        found = self.get(f"{name}_token_id")
+        found = self.get(f"{name}_token_id", IDS.get(name) if self.kind == "t5" else None)
         if found is None or found == 0xFFFFFFFF:
             return None
         if not 0 <= found < len(self.tokens):
@@ -158,7 +170,7 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
     # Files of Gemma 4 may deny their BOS; as in llama.cpp, texts begin with it all the same.
     first = v.get("add_bos_token", begins) or kind == "gemma4"
     around = [[bos] if first and bos is not None else [],
-              [ends[0]] if v.get("add_eos_token", False) and ends else []]
+              [ends[0]] if v.get("add_eos_token", kind == "t5") and ends else []]
     if around != [[], []]:
         special = {v.tokens[i]: i for i in itertools.chain(*around)}
         spelled = [[text for text, i in special.items() if i in ids] for ids in around]
@@ -209,6 +221,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Returns the chat templates by name."""
     key = "tokenizer.chat_template"
     found = {"default": metadata[key]} if isinstance(metadata.get(key), str) else {}
+    found = {name: TEMPLATE if text == WORLD else text for name, text in found.items()}
     return found | {name.removeprefix(f"{key}."): text for name, text in metadata.items()
                     if name.startswith(f"{key}.") and isinstance(text, str)}
 
@@ -234,15 +247,35 @@ def _byte_level(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 
 def _sentence_piece(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Returns SentencePiece's BPE, and True: texts begin with BOS by default."""
-    scores = v.need("scores")
-    if len(scores) != len(v.tokens):
-        raise v.error("scores", f"got {len(scores)} entries", f"one for each of {len(v.tokens)} tokens")
-    return _spaced(v, _scored(v, scores.tolist()), bool(v.get("add_space_prefix", True))), True
+    return _spaced(v, _scored(v, _scores(v)), bool(v.get("add_space_prefix", True))), True
 
 
 def _gemma4(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Returns the BPE of Gemma 4, and True."""
     return _spaced(v, _merges(v), bool(v.get("add_space_prefix", False))), True
+
+
+def _unigram(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns the unigram model of T5, and False."""
+    unknown, charsmap = v.id("unknown"), v.get("precompiled_charsmap")
+    if unknown is None:
+        raise v.error("unknown_token_id", "got none", "an id")
+    return unigram(v.tokens, _scores(v), unknown, b"" if charsmap is None else charsmap.astype(np.uint8).tobytes(),
+                   v.get("remove_extra_whitespaces", False), v.get("add_space_prefix", False), BYTE in v.kinds), False
+
+
+def _longest(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns the longest match of RWKV, and False."""
+    return longest_match(v.ids, [text for text, kind in zip(v.tokens, v.kinds, strict=True) if kind == NORMAL]), False
+
+
+def _scores(v: Vocabulary) -> list[float]:
+    """Returns the score of each token."""
+    scores = v.need("scores")
+    if len(scores) != len(v.tokens):
+        raise v.error("scores", f"got {len(scores)} entries", f"one for each of {len(v.tokens)} tokens")
+    found: list[float] = scores.tolist()
+    return found
 
 
 def _spaced(v: Vocabulary, merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
@@ -276,5 +309,5 @@ def _scored(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     return found
 
 
-KINDS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4}
+KINDS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4, "rwkv": _longest, "t5": _unigram}
 """Makers of tokenizers by the names in `tokenizer.ggml.model`."""
