@@ -172,7 +172,8 @@ class Phd(ShowsWeights, RandomWeights):
         out = self.inner.apply(params, nodes, _ReadsCopies(cache, window, K if local else 0))      # type: ignore[arg-type]
         last = lambda x: x[:, -W:]
         return dataclasses.replace(out, hidden=last(out.hidden),
-                                   layers=None if out.layers is None else tuple(map(last, out.layers)))
+                                   layers=None if out.layers is None else tuple(map(last, out.layers)),
+                                   streams=None if out.streams is None else last(out.streams))
 
     def forward(self, params: Weights, tokens: Array) -> Array:
         """Returns logits `f32[B, T, V]` of whole sequences `i32[B, T]` without a cache, for training and scoring."""

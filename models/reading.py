@@ -57,6 +57,24 @@ def read_experts(count: int, chosen: int, width: int, normalise: bool = True, ke
         raise ValueError(f"{key}, n_routed_experts, n_group, num_expert_group or topk_group: {e}") from None
 
 
+def renamed(c: Json, names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the entries under one name each. `names` has the entries' other names, with the one that is taken.
+
+    >>> renamed({"moe_top_k": 8, "n_routed_experts": 64}, {"moe_top_k": "num_experts_per_tok"})
+    {'num_experts_per_tok': 8, 'n_routed_experts': 64}
+
+    Raises:
+        ValueError: two names of an entry have different values.
+    """
+    found: dict[str, Any] = {}
+    for key, value in c.items():
+        if found.setdefault(names.get(key, key), value) != value:
+            same = [name for name in c if names.get(name, name) == names.get(key, key)]
+            raise ValueError(f"{key}: got {', '.join(f'{name} = {c[name]}' for name in same)}, takes the same value "
+                             "for all")
+    return found
+
+
 def refuse_others(c: Json, **fixed: Any) -> None:
     """Refuses entries of `c` with other values than those of `fixed`, which a missing entry stands for."""
     for key, value in fixed.items():

@@ -57,7 +57,7 @@ class Out:
     def normed(self, layer: Array) -> Array:
         """Returns `norm` of an element of `layers`. Raises a ValueError if `norm` is None."""
         if self.norm is None:
-            raise ValueError("model: got one without a final norm of one residual stream, takes one with it")
+            raise ValueError("model: got one whose head cannot read outputs of layers, takes one with a final norm")
         return self.norm(layer)
 
     @property

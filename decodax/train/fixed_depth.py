@@ -7,6 +7,18 @@ from typing import Any
 
 from decodax.core.loaded import Loaded, network_name
 from decodax.models import Transformer
+from decodax.models.config import DecoderConfig
+
+
+def check_whole_layers(config: DecoderConfig) -> None:
+    """Checks that a decoder can end after any of its layers.
+
+    Raises:
+        ValueError: a layer adds what the mixture of the one before it computed.
+    """
+    if config.shortcuts:
+        raise ValueError("lm: got a model with mixtures that are added after the next layer (LongCat-Flash), so that "
+                         "it cannot end after any layer; takes one without")
 
 
 def sub_model(lm: Any, layers: int) -> Any:
@@ -30,9 +42,7 @@ def sub_model(lm: Any, layers: int) -> Any:
     if config.layer_inputs is not None or config.streams is not None or config.conditioned:
         raise ValueError("lm: got a model with inputs of each layer, several residual streams or self-conditioning, "
                          "whose layers do not end in its norm; takes one without")
-    if config.shortcuts:
-        raise ValueError("lm: got a model with mixtures that are added after the next layer (LongCat-Flash), so that "
-                         "it cannot end after any layer; takes one without")
+    check_whole_layers(config)
     if not 1 <= layers <= len(config.layers):
         raise ValueError(f"layers: got {layers}, takes 1 to {len(config.layers)}")
     model = dataclasses.replace(network, config=dataclasses.replace(config, layers=config.layers[:layers]))

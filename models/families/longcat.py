@@ -12,21 +12,24 @@ from typing import Any
 
 from decodax.models.config import DecoderConfig
 from decodax.models.families.deepseek import latent_decoder
-from decodax.models.reading import Json, read_experts, refuse_others
+from decodax.models.reading import Json, read_experts, refuse_others, renamed
 
 FLASH: dict[str, Any] = {
     "vocab_size": 131_072, "hidden_size": 6144, "ffn_hidden_size": 12_288, "num_layers": 28, "num_attention_heads": 64,
     "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "q_lora_rank": 1536, "kv_lora_rank": 512,
     "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256, "expert_ffn_hidden_size": 2048,
     "routed_scaling_factor": 6.0}
+SAME = {"num_local_experts": "n_routed_experts", "num_experts_per_tok": "moe_topk",
+        "moe_intermediate_size": "expert_ffn_hidden_size", "intermediate_size": "ffn_hidden_size"}
+"""Entries by their other names."""
 FIXED = {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "attention_method": "MLA", "zero_expert_type": "identity",
          "router_bias": False, "norm_topk_prob": False}
 """Entries of released files, with the values that transformers computes in any case."""
 
 
 def _longcat_flash(c: Json) -> DecoderConfig:
-    c = _counted(c)
-    c = {**c, "intermediate_size": c.get("intermediate_size", c["ffn_hidden_size"])}
+    c = _counted(renamed(c, SAME))
+    c = {**c, "intermediate_size": c["ffn_hidden_size"]}
     turned, plain = c.get("qk_rope_head_dim", 64), c.get("qk_nope_head_dim", 128)
     refuse_others(c, **FIXED)
     for key, value, of in (("head_dim", turned, "qk_rope_head_dim"),
@@ -38,8 +41,7 @@ def _longcat_flash(c: Json) -> DecoderConfig:
     if not (c.get("rope_parameters") or {}).get("rope_theta") and not c.get("rope_theta"):
         c["rope_theta"] = 1e7
     experts = read_experts(
-        c.get("num_local_experts", c["n_routed_experts"]), c.get("num_experts_per_tok", c["moe_topk"]),
-        c.get("moe_intermediate_size", c["expert_ffn_hidden_size"]), False, key="moe_topk", correction=True,
+        c["n_routed_experts"], c["moe_topk"], c["expert_ffn_hidden_size"], False, key="moe_topk", correction=True,
         scale=float(c["routed_scaling_factor"]), zero=c["zero_expert_num"] or 0)
     found = latent_decoder({key: value for key, value in c.items() if key != "head_dim"}, interleaved=True)
     one, *_ = found.layers

@@ -11,7 +11,7 @@ from typing import Any
 
 from decodax.models.blocks.options import OutputGate
 from decodax.models.config import DecoderConfig, NormConfig
-from decodax.models.reading import Json, read_experts, read_layers, read_rope, read_shape, refuse_others
+from decodax.models.reading import Json, read_experts, read_layers, read_rope, read_shape, refuse_others, renamed
 from decodax.models.routing import ClippedSwiGLU
 
 FLASH: dict[str, Any] = {
@@ -31,7 +31,7 @@ KINDS = "full_attention", "sliding_attention"
 
 
 def _step3p5(c: Json) -> DecoderConfig:
-    c = {**FLASH, **_renamed(c)}
+    c = {**FLASH, **renamed(c, SAME)}
     refuse_others(c, **FIXED)
     if c.get("gating", True) not in (True, "per-head"):
         raise ValueError(f"gating: got {c['gating']!r}, supported is 'per-head'")
@@ -57,17 +57,6 @@ def _step3p5(c: Json) -> DecoderConfig:
         found.append(dataclasses.replace(layer, heads=heads[i], output_gate=OutputGate("heads"), experts=experts,
                                          glu=_clipped(shared[i])))
     return DecoderConfig(layers=tuple(found), **shape)
-
-
-def _renamed(c: Json) -> dict[str, Any]:
-    """Returns the entries by the names that transformers gives them."""
-    found: dict[str, Any] = {}
-    for key, value in c.items():
-        if found.setdefault(SAME.get(key, key), value) != value:
-            names = [name for name in c if SAME.get(name, name) == SAME.get(key, key)]
-            raise ValueError(f"{key}: got {', '.join(f'{name} = {c[name]}' for name in names)}, takes the same value "
-                             "for all")
-    return found
 
 
 def _clipped(limit: float | None) -> ClippedSwiGLU | None:

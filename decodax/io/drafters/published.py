@@ -14,7 +14,7 @@ from decodax.io.drafters.assistant import is_assistant, read_assistant
 from decodax.io.drafters.eagle import FeedsBack, LayerIds, read_eagle, read_eagle3
 from decodax.io.drafters.further import check_further, further_in, read_further, read_tuned
 from decodax.io.drafters.glimmer import is_glimmer, read_glimmer
-from decodax.io.drafters.reading import tensors_in
+from decodax.io.drafters.reading import names_in, tensors_in
 from decodax.io.drafters.stacked import medusa_in, medusa_tensors, read_hydra, read_medusa, read_mlp_speculator
 from decodax.io.files import CheckpointError, read_json
 from decodax.models.config import DecoderConfig
@@ -45,12 +45,12 @@ class Conventions:
 
 def is_published(path: Path) -> bool:
     """Returns True if a directory holds a drafter, and no language model, in one of the layouts that others have
-    published; of its tensors, it reads names alone."""
+    published. Of the tensors in `.safetensors` files it reads names alone."""
     if not (path / "config.json").is_file():
         return False
     config = read_json(path / "config.json")
-    if PARD in config or further_in(path, config):
-        return False
+    if PARD in config or further_in(path, config) or medusa_in(path):
+        return False        # a language model, perhaps with a drafter inside
     kinds = " ".join(config.get("architectures") or ())
     if is_assistant(config) or is_glimmer(config) or dflash.is_block_head(config) or "Eagle" in kinds or any(
             key in config for key in ("speculators_model_type", "medusa_num_heads", "hydra_num_heads",
@@ -59,8 +59,8 @@ def is_published(path: Path) -> bool:
     # EAGLE-1 has the entries of a language model with one layer.
     if config.get("num_hidden_layers") != 1:
         return False
-    tensors = tensors_in(path)
-    return "fc.weight" in tensors and "lm_head.weight" not in tensors
+    names = names_in(path)
+    return "fc.weight" in names and "lm_head.weight" not in names
 
 
 def read_published(path: Path, dtype: Any, how: Conventions) -> tuple[str, Any, Any, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from decodax.io.drafters.pickled import read_pickled
@@ -34,6 +35,26 @@ def tensors_in(path: Path) -> Tensors:
         except Exception as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from None
     return Tensors(found, config, str(path))
+
+
+def names_in(path: Path) -> set[str]:
+    """Returns the names of the tensors in the files that `tensors_in` reads; empty if there are none. Only files
+    without the form of `.safetensors` are read whole.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        return set(tensors_in(path).names) if any(path.glob("*.bin")) or any(path.glob("*.pt")) else set()
+    found: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                found |= set(opened.keys())
+        except Exception as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from None
+    return found
 
 
 def placed(tensors: Tensors, head: Any, names: Mapping[str, str], dtype: Any) -> dict[str, Any]:

@@ -61,7 +61,15 @@ def _deepseek_v4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
             "hc_sinkhorn_iters": m.need("hyper_connection.sinkhorn_iterations")}
 
 
+def _unclipped(m: Metadata, *parts: str) -> None:
+    """Checks that files bound no activations of single ("exp") or shared ("shexp") experts."""
+    for part in parts:
+        if any(bounds := m.each(f"swiglu_clamp_{part}", 0)):
+            raise CheckpointError(f"{m.file.path}: {m.name}.swiglu_clamp_{part}: got {bounds}, takes 0 for all layers")
+
+
 def _hy4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
+    _unclipped(m, "shexp")
     # llama.cpp turns neighbouring channels, and takes the layers' divisor for norms of latents: the model with images.
     return {**choosing(m, c), **_hyper(m), "model_type": "hy_v4_vl_text",
             "hc_magnitude": m.need("hyper_connection.magnitude"), "swiglu_limit": m.get("swiglu_clamp_exp", 0.0)}
@@ -83,9 +91,7 @@ LING = {"norm_topk_prob": "moe_renormalize", "n_routed_experts": "num_experts", 
 
 
 def _ling3(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    for part in ("exp", "shexp"):
-        if any(bounds := m.each(f"swiglu_clamp_{part}", 0)):
-            raise CheckpointError(f"{m.file.path}: {m.name}.swiglu_clamp_{part}: got {bounds}, takes 0 for all layers")
+    _unclipped(m, "exp", "shexp")
     return {**latent(m, c), **{LING.get(key, key): value for key, value in routed(m).items()}, **by_channel(m, c),
             "model_type": "bailing_hybrid",
             "kda_lower_bound": m.need("kda.gate_lower_bound"), "kda_safe_gate": m.get("kda.safe_gate", True),

@@ -54,7 +54,7 @@ class ExpertLinear(StoredLinear):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTable(StoredLinear):
-    """A table of embeddings in several tensors that are joined, with one scale.
+    """A table of embeddings in several tensors that are joined, with one scale. It is read in ascending order of rows.
 
     Attributes:
         rows: number of rows of each tensor but the last.

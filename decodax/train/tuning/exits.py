@@ -11,6 +11,7 @@ from jax import Array
 
 from decodax.core.types import Out
 from decodax.core.window import causal
+from decodax.train.fixed_depth import check_whole_layers
 from decodax.train.language_model import cross_entropy
 
 Tree = Any
@@ -24,7 +25,11 @@ def text_output(network: Any, params: Tree, tokens: Array, keep: Array | None = 
         params: its weights.
         tokens: the texts.
         keep: `bool[B, L]`, the layers that run in each row; None: all.
+
+    Raises:
+        ValueError: a layer adds what another one computed (`shortcut`), so the model cannot end between them.
     """
+    check_whole_layers(network.config)
     cache = network.init_cache(tokens.shape[0], 0)
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
     return network.apply(params, window, cache, *(() if keep is None else (keep,)))

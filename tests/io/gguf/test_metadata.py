@@ -202,6 +202,12 @@ def test_the_entries_of_ling_3_have_its_own_names() -> None:
         read(swiglu_clamp_shexp=np.array([0.0, 7.0]))
 
 
+def test_bounds_of_shared_experts_that_hy4_does_not_have_are_refused() -> None:
+    m = given("hy_v4", {"block_count": 2, "swiglu_clamp_exp": 7.0, "swiglu_clamp_shexp": np.array([0.0, 3.0])})
+    with pytest.raises(CheckpointError, match=r"swiglu_clamp_shexp: got \[0\.0, 3\.0\], takes 0 for all layers"):
+        ARCHITECTURES["hy_v4"].entries(m, {"num_hidden_layers": 2})
+
+
 def test_the_layers_of_minimax_m3_are_those_that_predict_no_further_tokens() -> None:
     indexed = {f"attention.indexer.{part}": 4 for part in (
         "head_count", "key_length", "block_size", "top_k", "local_blocks")}

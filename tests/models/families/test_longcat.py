@@ -26,6 +26,7 @@ from decodax.models.experts import mix
 from decodax.models.families import read_config
 from decodax.models.routing import Experts, route
 from decodax.train import sub_model
+from decodax.train.tuning.exits import text_output
 from tests.models.tiny import COMMON, LONGCAT, saved
 
 CONFIG: dict[str, Any] = {"model_type": "longcat_flash", **COMMON, **LONGCAT}
@@ -86,6 +87,7 @@ def test_missing_entries_have_the_values_of_transformers() -> None:
     ({"num_hidden_layers": 1}, "num_hidden_layers: got 1, takes an even number from 2"),
     ({"num_layers": 3}, "num_hidden_layers: got 4, takes 6, two for each of num_layers = 3"),
     ({"moe_topk": 10}, "moe_topk: got 10, takes at most the number of experts .num_experts or n_routed_experts., 9"),
+    ({"num_local_experts": 5}, "num_local_experts: got n_routed_experts = 6, num_local_experts = 5, takes the same"),
     ({"moe_topk": [4, 4]}, "moe_topk: got .4, 4., takes a whole number from 1"),
     ({"zero_expert_num": -1}, "zero_expert_num: got -1, takes a whole number from 0"),
     ({"mlp_bias": True}, "mlp_bias: got True, supported is False"),
@@ -140,6 +142,8 @@ def test_a_model_with_shortcuts_is_not_cut_after_a_layer() -> None:
     for layers in (1, 2):
         with pytest.raises(ValueError, match="lm: got a model with mixtures that are added after the next layer"):
             sub_model(lm, layers)
+    with pytest.raises(ValueError, match="lm: got a model with mixtures that are added after the next layer"):
+        text_output(model, lm.params, jnp.ones((1, 4), jnp.int32))
 
 
 def test_methods_that_run_single_layers_refuse_shortcuts() -> None:

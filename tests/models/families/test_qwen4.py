@@ -201,5 +201,5 @@ def test_long_texts_with_groups_of_16_equal_transformers(monkeypatch: pytest.Mon
 def test_exits_refuse_a_model_without_a_final_norm() -> None:
     model = Transformer(read_config(CONFIG))
     batch = jnp.ones((1, 9), jnp.int32), jnp.ones((1, 9), bool)
-    with pytest.raises(ValueError, match="model: got one without a final norm of one residual stream"):
+    with pytest.raises(ValueError, match="model: got one whose head cannot read outputs of layers"):
         jax.eval_shape(functools.partial(losses_by_layer, model), model.abstract_params(), batch)
