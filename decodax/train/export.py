@@ -48,7 +48,7 @@ def hardware(count: int) -> str:
     if info.is_file():
         named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = named[0].split(":", 1)[1].strip() if named else name
-    return f"{count} CPU cores ({name})"
+    return f"{count} CPU core{'' if count == 1 else 's'} ({name})"
 
 
 def model_card(name: str, model: Transformer, facts: Mapping[str, Any], *, introduction: str, rows: Mapping[str, str],
