@@ -196,6 +196,7 @@ def test_a_format_that_needs_data_is_refused_for_a_drafter():
     (True, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, ("fc.weight",)),
     (False, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, ("lm_head.weight",)),
     (False, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}, ("model.norm.weight",)),
+    (True, {"medusa_num_heads": 3}, ("medusa_head.0.0.linear.weight",)),
     (False, {"medusa_num_heads": 3}, ("model.embed_tokens.weight", "medusa_head.0.0.linear.weight")),
     (False, {"architectures": ["LlamaForCausalLM"], "pard_token": 3}, ())])
 def test_drafters_are_told_from_models(drafts, config, tensors, tmp_path):

@@ -19,6 +19,7 @@ from decodax.common.progress import bar
 from decodax.common.strings import near
 from decodax.io.files import read_json
 from decodax.io.gguf import Gguf
+from decodax.io.gguf.weights import FLOATS
 from decodax.io.load import LM, find
 from decodax.models.diffusion import read_diffusion
 from decodax.models.families import read_config
@@ -167,7 +168,7 @@ def _packed(model: str | Path) -> str | None:
     """Returns the name of the format in which the weights of a directory or a GGUF file are packed; None for arrays and
     presets."""
     if str(model) not in PRESETS and (path := find(model)).is_file():
-        types = {tensor.type for tensor in Gguf.open(path).file.tensors.values()} - {"F32", "F16", "BF16", "F64"}
+        types = {tensor.type for tensor in Gguf.open(path).file.tensors.values()} - FLOATS.keys()
         return ", ".join(sorted(types)) or None
     return (_config(model).get("quantization_config") or {}).get("quant_method")
 

@@ -49,8 +49,10 @@ def is_published(path: Path) -> bool:
     if not (path / "config.json").is_file():
         return False
     config = read_json(path / "config.json")
-    if PARD in config or further_in(path, config) or medusa_in(path):
+    if PARD in config or further_in(path, config):
         return False        # a language model, perhaps with a drafter inside
+    if (heads := medusa_in(path)):
+        return len(heads) == len(names_in(path))        # without the model that they belong to
     kinds = " ".join(config.get("architectures") or ())
     if is_assistant(config) or is_glimmer(config) or dflash.is_block_head(config) or "Eagle" in kinds or any(
             key in config for key in ("speculators_model_type", "medusa_num_heads", "hydra_num_heads",

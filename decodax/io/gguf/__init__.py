@@ -87,7 +87,7 @@ class Gguf:
 
     def generation_config(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Returns the model's defaults, with the special ids of a tokenizer."""
-        own = {key: self.entries[key] for key in ("decoder_start_token_id",) if key in self.entries}
+        own = {key: value for key, value in self.entries.items() if key == "decoder_start_token_id"}
         return read_generation(self.file, tokenizer) | own
 
     def load(self, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None, context: int | None = None,

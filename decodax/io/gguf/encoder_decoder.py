@@ -7,7 +7,6 @@ gated MLP has GELU and another one ReLU. Hidden states are scaled if the head is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,8 +35,8 @@ HALVES = {"attn": "attn", "cross": "cross_attn", "mlp": "ffn"}
 WHOLE = {"embed": "token_embd.weight", "head.kernel": "output.weight"}
 """Names of the tensors outside of both stacks, by path."""
 
-UNUSED = re.compile(r"dec\.blk\.\d+\.cross_attn_rel_b\.weight")
-"""Positions of cross-attention, which no network uses."""
+UNUSED = r"dec\.blk\.\d+\.cross_attn_rel_b\.weight"
+"""Regular expression for positions of cross-attention, which no network uses."""
 
 
 def t5_entries(m: Metadata, vocab: int) -> dict[str, Any]:
@@ -120,6 +119,6 @@ def load_t5(file: GgufFile, entries: Mapping[str, Any], dtype: str | None, mesh:
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
     leaves = flatten(shapes)
     sources = find_rows(file, Architecture(lambda m, c: c, names=tensor_names(leaves)), config, leaves)
-    refuse_others(file, sources, numbers=UNUSED.pattern)
+    refuse_others(file, sources, numbers=UNUSED)
     with RowReader(file) as rows:
         return model, load_weights(rows, sources, shapes, name, places(model, shapes, mesh), packing)

@@ -6,6 +6,7 @@ and one regular expression, with a group for each common beginning, splits a tex
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from decodax.io.pieces import byte_of_char
 
 WORLD = "rwkv-world"
-"""What files have in place of a chat template."""
+"""Value of `tokenizer.chat_template` in files of RWKV, which names a template and does not hold it."""
 
 TEMPLATE = """{%- for m in messages -%}
 {%- if m.role == 'system' -%}{{ 'System: ' + m.content | trim + '\\n\\n' }}
@@ -38,8 +39,13 @@ def spelled(token: str) -> str:
     named = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
     own = ESCAPE.sub(lambda found: bytes([int(found[1], 16)]) if found[1] else named.get(found[2], found[2]),
                      token.encode())
-    chars = {byte: char for char, byte in byte_of_char().items()}
-    return "".join(map(chars.__getitem__, own))
+    return "".join(map(_char_of_byte().__getitem__, own))
+
+
+@functools.cache
+def _char_of_byte() -> dict[int, str]:
+    """Returns the character of each byte in GPT-2's byte alphabet."""
+    return {byte: char for char, byte in byte_of_char().items()}
 
 
 def longest_match(ids: dict[str, int], pieces: Iterable[str]) -> tokenizers.Tokenizer:
@@ -69,6 +75,7 @@ def _pattern(pieces: Iterable[str]) -> str:
 
 
 def _branches(node: dict[str, Any]) -> str:
+    """Returns a regular expression for what may follow at a node of the tree of pieces: the longest that is there."""
     ends = "".join(re.escape(char) for char, below in node.items() if char and list(below) == [""])
     parts = [re.escape(char) + _branches(below) for char, below in node.items() if char and list(below) != [""]]
     parts += [f"[{ends}]"] if ends else []

@@ -21,8 +21,10 @@ from decodax.models.recurrent.mamba2 import Mamba2
 from decodax.models.recurrent.rwkv7 import EPS, MIXES, Rwkv7
 from decodax.models.transformer import Weights
 
-SMALL = {"decay": ("w", "decay"), "rate": ("a", "iclr"), "value": ("v", "value_residual_mix"), "gate": ("g", "gate")}
-"""The pairs of small matrices of RWKV-7: the letter of their tensors, and the name of their rank in the metadata."""
+SMALL = {"decay": ("w", "decay", "decay"), "rate": ("a", "iclr", "a"), "value": ("v", "value_residual_mix", "v"),
+         "gate": ("g", "gate", "gate")}
+"""The pairs of small matrices of RWKV-7: the letter of their tensors, and the names of their rank in the metadata and
+in a `config.json`."""
 
 
 def _mamba(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +57,7 @@ def _rwkv7(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     for key, takes in (("attention.layer_norm_epsilon", EPS), ("token_shift_count", 2)):
         if (got := m.get(key, takes)) != takes:
             raise CheckpointError(f"{m.file.path}: {m.name}.{key}: got {got}, takes {takes}")
-    ranks = {f"{'a' if name == 'rate' else 'v' if name == 'value' else name}_low_rank_dim": m.count(
-        f"attention.{key}_lora_rank") for name, (_, key) in SMALL.items()}
+    ranks = {f"{ours}_low_rank_dim": m.count(f"attention.{theirs}_lora_rank") for _, theirs, ours in SMALL.values()}
     return {**c, "model_type": "rwkv7", "head_dim": m.count("wkv.head_size"),
             "intermediate_size": m.count("feed_forward_length"), **ranks, "tie_word_embeddings": False}
 
@@ -80,7 +81,7 @@ TIME = {
         ("time_norm", "attn_norm"), ("channel_norm", "attn_norm_2"), ("time.head_norm", "time_mix_ln"))
        for leaf, tail in (("scale", "weight"), ("bias", "bias"))},
     **{path: Stored("time_mix_lerp_fused.weight", MIXED) for path in MIXED},
-    **{f"time.{name}.{ours}": Stored(f"time_mix_{letter}{number}.weight") for name, (letter, _) in SMALL.items()
+    **{f"time.{name}.{ours}": Stored(f"time_mix_{letter}{number}.weight") for name, (letter, *_) in SMALL.items()
        for number, ours in enumerate(("bias", "down.kernel", "up.kernel"))},
     **{f"time.{ours}.kernel": Stored(f"time_mix_{theirs}.weight") for ours, theirs in (
         ("r", "receptance"), ("k", "key"), ("v", "value"), ("o", "output"))},

@@ -17,6 +17,7 @@ from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.vocabulary import read_tokenizer
 from decodax.models import Rwkv7
+from decodax.models.formats import unpacked
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.names import flatten
 from tests.io.gguf.converting_rwkv7 import PIECES, small, world
@@ -44,10 +45,8 @@ def test_kernels_stay_packed(tmp_path: Path) -> None:
               if isinstance(leaf, GgmlBlocks)}
     assert packed == {"embed", "lm_head.kernel", *(f"time.{name}.kernel" for name in "rkvo"), "channels.k.kernel",
                       "channels.v.kernel"}
-    wide = [leaf if not isinstance(leaf, GgmlBlocks) else leaf.values(jnp.float32) if path == "embed" else
-            jnp.swapaxes(leaf.values(jnp.float32), -1, -2) for path, leaf in leaves.items()]
-    whole, run = jax.tree.unflatten(jax.tree.structure(lm.model.abstract_params()), wide), jax.jit(lm.model.forward)
-    np.testing.assert_allclose(run(lm.params, IDS), run(whole, IDS), atol=1e-4)
+    run = jax.jit(lm.model.forward)
+    np.testing.assert_allclose(run(lm.params, IDS), run(unpacked(lm.params), IDS), atol=1e-4)
     again: Any = dx.generate(lm, [[3, 1, 4, 1, 5], [9]], max_new_tokens=6, eos_token_id=[])
     drafted = dx.generate(lm, [[3, 1, 4, 1, 5], [9]], max_new_tokens=6, eos_token_id=[],
                           algorithm="prompt-lookup:length=3")

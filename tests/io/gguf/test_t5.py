@@ -16,6 +16,7 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import EncoderDecoder, EncoderText
+from decodax.models.formats import unpacked
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.names import flatten
 from tests.io.gguf.converting_t5 import converted, pieces
@@ -74,12 +75,7 @@ def test_kernels_stay_packed(name: str, tmp_path: Path) -> None:
     leaves = flatten(lm.params)
     assert {path for path, leaf in leaves.items() if isinstance(leaf, GgmlBlocks)} == {
         path for path in leaves if path.endswith("kernel") or path == "embed"}
-    wide = {path: leaf if not isinstance(leaf, GgmlBlocks) else leaf.values(jnp.float32) if path == "embed" else
-            jnp.swapaxes(leaf.values(jnp.float32), -1, -2) for path, leaf in leaves.items()}
-    whole: dict[str, Any] = {}
-    for path, leaf in wide.items():
-        *above, last = path.split(".")
-        functools.reduce(lambda node, key: node.setdefault(key, {}), above, whole)[last] = leaf
+    whole = unpacked(lm.params)
     window, source = causal(np.array([[0, 5, 9, 17]] * 2), jnp.zeros(2, jnp.int32)), EncoderText.of(SOURCES)
     np.testing.assert_allclose(score(lm.model, lm.params, window, source), score(lm.model, whole, window, source),
                                atol=1e-3)
@@ -123,7 +119,7 @@ def test_what_is_not_read_is_named(own: dict[str, Any], says: str, tmp_path: Pat
 
 @pytest.mark.full
 def test_positions_of_each_layer_are_refused(tmp_path: Path) -> None:
-    """As in UMT5. Those of cross-attention are in files of old checkpoints, and unused."""
+    """UMT5 has such positions. Files of old checkpoints also have positions of cross-attention, which are not used."""
     def each(tensors: dict[str, np.ndarray]) -> None:
         tensors["dec.blk.1.attn_rel_b.weight"] = tensors["dec.blk.0.attn_rel_b.weight"]
 
