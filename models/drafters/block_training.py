@@ -25,19 +25,22 @@ class BlockPredictions(Struct):
 
     Attributes:
         logits: `f32[B, A, K, V]`, given the text's own tokens before each draft.
+        learned: `f32[B, A, K, V]`, the same, but for a correction that leaves tokens out, with the text's token among
+            its candidates.
         base: `f32[B, A, K, V]`, before the correction.
         chance: `f32[B, A, K]`, logit of the predicted probability of acceptance, or None.
         positions: `i32[B, A, K]`, the position of the token that each predicts; it may be beyond the text.
     """
 
     logits: Array
+    learned: Array
     base: Array
     chance: Array | None
     positions: Array
 
 
 def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array, anchors: Array, embed: Embed,
-              vocabulary: Callable[[Array], Array]) -> BlockPredictions:
+              vocabulary: Callable[[Array], Array], labels: Array | None = None) -> BlockPredictions:
     """Runs a block head at each of some positions ("anchors") of texts, as in drafting after the token there, and
     returns what it predicts for the tokens that follow.
 
@@ -49,13 +52,16 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
         anchors: `i32[B, A]`, positions of the texts.
         embed: the target's embedding table.
         vocabulary: the target's map from hidden states to logits, for heads without one.
+        labels: `i32[B, T]`, the texts' tokens as indices of the head's logits, -1 for those that it does not know; None:
+            `tokens`.
     """
     B, A, S, first = *anchors.shape, head.block, head.offset
     here = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     network = head.network(weights)
     context = network.context(network.enter(features), jnp.broadcast_to(here, tokens.shape))
     at = anchors[..., None] + jnp.arange(S, dtype=jnp.int32)
-    text = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1).reshape(B, -1), 1).reshape(B, A, S)
+    text_at = lambda x, at: jnp.take_along_axis(x, jnp.minimum(at, x.shape[1] - 1).reshape(B, -1), 1).reshape(at.shape)
+    text, positions = text_at(tokens, at), at[..., 1:] if first else at + 1
     given = jnp.where(jnp.arange(S) == 0, text, head.mask or 0)
     flat = lambda x: x.reshape(B, A * S, *x.shape[3:])
     attend = lambda i, q, k, v, **options: (_attention(head, q, KVEntry(k, v), context[i], at, here, **options), ())
@@ -65,14 +71,16 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
     newest = text[:, :, 0].reshape(-1)
     before = jnp.take_along_axis(tokens, jnp.maximum(anchors - 1, 0), 1).reshape(-1)
     previous = text[:, :, :S - first].reshape(B * A, -1)
-    logits, seen = base, head.prepare(weights, hidden)
+    logits, learned, seen = base, base, head.prepare(weights, hidden)
     if network.correction is not None:
         memory = head.opening(weights, seen, newest, before, embed)
         logits = walk(network.correction, base, seen[:, first:], previous, network.embedding(embed), memory, first)
+        following = text_at(tokens if labels is None else labels, positions).reshape(B * A, -1)
+        learned = network.correction.learned(logits, base, seen[:, first:], previous, following)
     chance = head.chance(weights, hidden[:, first:], previous, jnp.arange(S - first)[None])
     fold = lambda x: x.reshape(B, A, S - first, *x.shape[2:])
-    return BlockPredictions(logits=fold(logits), base=fold(base), chance=None if chance is None else fold(chance),
-                  positions=at[..., 1:] if first else at + 1)
+    return BlockPredictions(logits=fold(logits), learned=fold(learned), base=fold(base),
+                            chance=None if chance is None else fold(chance), positions=positions)
 
 
 def _attention(head: BlockHead, q: Array, own: KVEntry, context: KVEntry, at: Array, here: Array, *, scale: float,

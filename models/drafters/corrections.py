@@ -91,6 +91,17 @@ class CorrectionNetwork(nnx.Module):
         """
         raise NotImplementedError
 
+    def learned(self, corrected: Array, logits: Array, seen: Array, tokens: Array, labels: Array) -> Array:
+        """Returns the corrected logits that training reads, `f32[B, W, V]`: those given as `corrected`, but for a
+        correction that leaves tokens out, which must not leave out those to be learned.
+
+        Args:
+            corrected: `f32[B, W, V]`, what calling the network returns.
+            logits, seen, tokens: those of the call.
+            labels: `i32[B, W]`, the tokens to be learned, as indices of the logits; -1: none.
+        """
+        return corrected
+
 
 @dataclasses.dataclass(frozen=True)
 class Markov(Correction):
@@ -211,12 +222,23 @@ class SelectorNetwork(CorrectionNetwork):
 
     def __call__(self, logits: Array, seen: Array, tokens: Array, embed: Embed, memory: Array, slots: Array
                  ) -> tuple[Array, Array]:
-        context = self.before[...][tokens] * seen
+        return self._among(*top_k(logits, self.top_k), logits, seen, tokens), memory
+
+    def learned(self, corrected: Array, logits: Array, seen: Array, tokens: Array, labels: Array) -> Array:
         best, ids = top_k(logits, self.top_k)
+        missing = (labels >= 0) & (ids != labels[..., None]).all(-1)
+        # in the place of the least likely candidate, as in the public trainers
+        put = lambda last, own: last.at[..., -1].set(jnp.where(missing, own, last[..., -1]))
+        own = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        return self._among(put(best, own), put(ids, labels), logits, seen, tokens)
+
+    def _among(self, best: Array, ids: Array, logits: Array, seen: Array, tokens: Array) -> Array:
+        """Returns the logits `f32[B, W, V]` of the candidates `ids`, `i32[B, W, k]`, whose logits were `best`."""
+        context = self.before[...][tokens] * seen
         best = best + jnp.einsum("bwr,bwkr->bwk", context, self.after[...][ids]).astype(best.dtype)
         rows, nodes = (jnp.arange(n, dtype=jnp.int32) for n in logits.shape[:2])
         alone = jnp.full_like(logits, -jnp.inf)
-        return alone.at[rows[:, None, None], nodes[None, :, None], ids].set(best), memory
+        return alone.at[rows[:, None, None], nodes[None, :, None], ids].set(best)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,10 @@ from jax import Array
 from decodax.core.types import embeddings, logits_of
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.block_training import BlockPredictions, blocks_at, random_anchors
+from decodax.models.drafters.corrections import CandidateSelector
 from decodax.train.drafting.features import TargetStates, read_batch
-from decodax.train.drafting.losses import loss_of
-from decodax.train.drafting.unrolled import acceptance, restricted, table_of
+from decodax.train.drafting.losses import LOSSES, loss_of
+from decodax.train.drafting.unrolled import acceptance, known_as, restricted, table_of
 from decodax.train.loop import cast
 
 Tree = Any
@@ -51,6 +52,8 @@ class AnchoredBlocks:
         chance: weight of the cross-entropy of the predicted acceptance, for heads that predict it.
         base: share of the loss for the logits before the correction at the beginning of the run; it falls linearly to
             0 (Domino's lambda, from 1).
+        selector: if the correction leaves tokens out (DFlash2's candidates), `loss` is that of the logits before it, and
+            this is the weight of the cross-entropy over its candidates, of which the text's token is always one.
         ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
         dtype: dtype of the computation.
     """
@@ -62,6 +65,7 @@ class AnchoredBlocks:
     gamma: float = 4.0
     chance: float = 1.0
     base: float = 0.0
+    selector: float = 1.0
     ids: tuple[int, ...] | None = None
     dtype: str = "float32"
 
@@ -84,7 +88,10 @@ class AnchoredBlocks:
         scalars = {f"accepted_{k + 1}": x for k, x in enumerate(jnp.where(live, accepted, 0).sum((0, 1)) / count)}
         truth, labels, known = restricted(truth, labels, self.ids)
         one = loss_of(self.loss)
-        each = one(truth, blocks.logits, labels)
+        selects = isinstance(self.head.correction, CandidateSelector)
+        each = one(truth, blocks.base if selects else blocks.logits, labels)
+        if selects:
+            each = each + self.selector * LOSSES["hard"](truth, blocks.learned, labels)
         if self.base:
             part = self.base * (1 - share)
             each = (1 - part) * each + part * one(truth, blocks.base, labels)
@@ -114,7 +121,8 @@ class AnchoredBlocks:
         weights = jax.lax.stop_gradient(weights)
         blocks = blocks_at(self.head, cast(params, self.dtype), features.astype(self.dtype), tokens, anchors,
                            lambda x: embeddings(self.target, weights, x).astype(self.dtype),
-                           lambda x: logits_of(self.target, weights, x))
+                           lambda x: logits_of(self.target, weights, x),
+                           known_as(tokens, self.ids, target.shape[-1]))
         live = (blocks.positions < T) & begun[..., None]
         at = jnp.minimum(blocks.positions, T - 1)
         row = jnp.arange(B)[:, None, None]

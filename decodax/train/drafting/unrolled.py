@@ -98,6 +98,16 @@ def table_of(ids: tuple[int, ...] | None) -> Array | None:
     return None if ids is None else jnp.asarray(ids, jnp.int32)
 
 
+def known_as(tokens: Array, ids: tuple[int, ...] | None, vocab: int) -> Array:
+    """Returns tokens `i32[...]` of a vocabulary of `vocab`, -1 for none, as indices of a drafter's (`Unrolled.ids`); -1
+    for those that it does not know."""
+    own = table_of(ids)
+    if own is None:
+        return tokens
+    inverse = jnp.full(vocab, -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
+    return jnp.where(tokens < 0, -1, inverse[tokens])
+
+
 def restricted(target: Array, labels: Array, ids: tuple[int, ...] | None) -> tuple[Array, Array, Array]:
     """Returns the target's logits and the labels over a drafter's vocabulary, and the positions that count.
 
@@ -113,8 +123,8 @@ def restricted(target: Array, labels: Array, ids: tuple[int, ...] | None) -> tup
     own = table_of(ids)
     if own is None:
         return target, labels, jnp.ones(labels.shape, bool)
-    inverse = jnp.full(target.shape[-1], -1, jnp.int32).at[own].set(jnp.arange(len(own), dtype=jnp.int32))
-    return target[..., own], jnp.where(labels < 0, -1, inverse[labels]), inverse[target.argmax(-1)] >= 0
+    known = lambda tokens: known_as(tokens, ids, target.shape[-1])
+    return target[..., own], known(labels), known(target.argmax(-1)) >= 0
 
 
 def acceptance(target: Array, logits: Array, ids: Array | None = None) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.io.gguf.converting import Kind, delta, qwen3_5
+from tests.io.gguf.converting import KINDS, Kind, delta, mixture, qwen3_5
 from tests.io.gguf.converting_more import MORE
 from tests.io.gguf.converting_new import NEW
 
@@ -73,6 +73,9 @@ WITH_NEXT = {
         "expert_group_used_count": c["topk_group"], "attention.key_length": c["head_dim"],
         "attention.value_length": c["head_dim"], "rope.dimension_count": int(c["head_dim"] * c.get(
             "rope_parameters", c).get("partial_rotary_factor", 0.5))}), glm4_moe),
+    "qwen3.5-moe": Kind("qwen35moe", "", with_next(mixture), qwen3_5_next),
+    "deepseek-v3": following(KINDS["deepseek-v3"], "nextn.shared_head_norm", **KINDS["deepseek-v3"].more),
+    "deepseek-v32": following(NEW["deepseek-v32"], "nextn.shared_head_norm", **NEW["deepseek-v32"].more),
     "hy3": following(NEW["hy3"], "nextn.shared_head_norm"),
     "glm5": following(MORE["glm-dsa"], "nextn.shared_head_norm", attention_bias=False, rms_norm_eps=1e-6),
     "glm5-next": following(NEW["glm5-next"], "nextn.shared_head_norm", **{
