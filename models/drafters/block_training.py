@@ -52,8 +52,8 @@ def blocks_at(head: BlockHead, weights: Weights, features: Array, tokens: Array,
         anchors: `i32[B, A]`, positions of the texts.
         embed: the target's embedding table.
         vocabulary: the target's map from hidden states to logits, for heads without one.
-        labels: `i32[B, T]`, the texts' tokens as indices of the head's logits, -1 for those that it does not know; None:
-            `tokens`.
+        labels: `i32[B, T]`, the texts' tokens as indices of the head's logits, -1 for those that it does not know;
+            None: `tokens`.
     """
     B, A, S, first = *anchors.shape, head.block, head.offset
     here = jnp.arange(tokens.shape[1], dtype=jnp.int32)

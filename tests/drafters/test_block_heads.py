@@ -191,19 +191,19 @@ def test_training_lowers_the_loss(name):
 
 def test_dflash2s_selector_learns_among_candidates_with_the_texts_token():
     """As in the public trainers (`selector_training_candidates` and `compute_selector_loss` of vllm-project/speculators
-    0.9.0): cross-entropy over the likeliest tokens, the last of which gives way to a token of the text that is not among
-    them."""
+    0.9.0): cross-entropy over the likeliest tokens, the last of which gives way to a token of the text that is not
+    among them."""
     network, target = model("llama")
     head, draw = HEADS["dflash2"], np.random.default_rng(0)
     batch, weights = jnp.asarray(draw.integers(0, VOCABULARY, (4, 25)), jnp.int32), weighted(head)
     alone, whole = (AnchoredBlocks(network, head, anchors=6, selector=share) for share in (0.0, 1.0))
-    blocks, _, live, truth, labels = jax.jit(whole.blocks)(weights, batch, target)
+    blocks, _, live, _, labels = jax.jit(whole.blocks)(weights, batch, target)
     base, found = np.asarray(blocks.base), np.asarray(blocks.learned)
     ids = np.argsort(-base, -1, kind="stable")[..., :5]
     missing = ~(ids == np.asarray(labels)[..., None]).any(-1)
     assert 0.2 < missing[np.asarray(live)].mean() < 0.95
     ids[..., -1] = np.where(missing, labels, ids[..., -1])
-    assert ((np.sort(ids, -1) == np.nonzero(np.isfinite(found))[-1].reshape(ids.shape))).all()
+    assert (np.sort(ids, -1) == np.nonzero(np.isfinite(found))[-1].reshape(ids.shape)).all()
     assert (np.isfinite(blocks.logits).sum(-1) == 5).all()                     # drafting has the likeliest alone
     same = np.isfinite(found) & np.isfinite(blocks.logits)
     np.testing.assert_allclose(found[same], np.asarray(blocks.logits)[same], rtol=1e-6)

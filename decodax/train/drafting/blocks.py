@@ -52,8 +52,8 @@ class AnchoredBlocks:
         chance: weight of the cross-entropy of the predicted acceptance, for heads that predict it.
         base: share of the loss for the logits before the correction at the beginning of the run; it falls linearly to
             0 (Domino's lambda, from 1).
-        selector: if the correction leaves tokens out (DFlash2's candidates), `loss` is that of the logits before it, and
-            this is the weight of the cross-entropy over its candidates, of which the text's token is always one.
+        selector: if the correction leaves tokens out (DFlash2's candidates), `loss` is that of the logits before it,
+            and this is the weight of the cross-entropy over its candidates, of which the text's token is always one.
         ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
         dtype: dtype of the computation.
     """
