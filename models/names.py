@@ -293,7 +293,9 @@ def names_of(family: str, present: Collection[str]) -> Names:
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     for end, fields in names.variants:
         names = dataclasses.replace(names, **fields) if any(tensor.endswith(end) for tensor in present) else names
-    if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in present):
+    # files with quantised experts one by one keep further layers as they were
+    own = (tensor for tensor in present if not tensor.startswith(names.further)) if names.further else present
+    if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in own):
         names = dataclasses.replace(names, experts=names.stacked, fused=(*names.fused, GATE_UP))
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)

@@ -189,6 +189,7 @@ def test_training_lowers_the_loss(name):
         HEADS[name].longest))}
 
 
+@pytest.mark.wide
 def test_dflash2s_selector_learns_among_candidates_with_the_texts_token():
     """As in the public trainers (`selector_training_candidates` and `compute_selector_loss` of vllm-project/speculators
     0.9.0): cross-entropy over the likeliest tokens, the last of which gives way to a token of the text that is not

@@ -68,7 +68,7 @@ def test_first_drafts_are_those_of_transformers(case, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["glm4-moe-two"], LAYOUTS))
+@pytest.mark.parametrize("name", often(["glm4-moe-two", "qwen3.5-moe"], LAYOUTS))
 def test_later_drafts_are_those_of_transformers(case, name):
     check_later_drafts(case(name))
 

@@ -12,7 +12,7 @@ from tests.matrix import often
 
 
 @pytest.mark.wide(but=("hydra-plus-plus",))
-@pytest.mark.parametrize("system", often(["hydra-plus-plus", "chimera", "falcon"], [
+@pytest.mark.parametrize("system", often(["hydra-plus-plus", "chimera", "falcon", "dflash2"], [
     name for name in SYSTEMS if name != "mumo"]))
 def test_a_few_steps_lower_the_loss(system):
     target = lm("llama")

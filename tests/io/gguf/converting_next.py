@@ -34,6 +34,11 @@ def qwen3_5_next(name: str, x: np.ndarray, c: dict[str, Any]) -> dict[str, np.nd
              "norm": "shared_head.norm"}
     count = c["num_hidden_layers"]
     name = re.sub(r"^mtp\.layers\.(\d+)", lambda found: f"model.layers.{count + int(found[1])}", name)
+    if name.endswith("experts.gate_up_proj"):
+        return {f"blk.{count}.ffn_{part}_exps.weight": half for part, half in zip(
+            ("gate", "up"), np.split(x, 2, axis=1), strict=True)}
+    if name.endswith("experts.down_proj"):
+        return {f"blk.{count}.ffn_down_exps.weight": x}
     name = re.sub(r"^mtp\.(\w+)\.weight$", lambda found: f"model.layers.{count}.{whole[found[1]]}.weight", name)
     return {new: z for old, y in qwen3_5(name, x, c).items() for new, z in next_layer(old, y, c).items()}
 
