@@ -17,10 +17,11 @@ import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train.masked_diffusion import widened
-from decodax.train.own_answers import unanswered
+from decodax.train.own_answers import fill, unanswered
 from decodax.train.tuning import read_examples
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.tuned import checked
+from recipes import own_answers
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from recipes.tune import rule_of
@@ -222,9 +223,14 @@ def test_a_diffusion_model_becomes_surer_of_its_own_answers(fills: Options, rank
 
 
 @pytest.mark.wide
-def test_a_filter_is_trained_for_any_diffusion_model(fills: Options, tmp_path: Path) -> None:
+def test_a_filter_is_trained_for_any_diffusion_model(fills: Options, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """On answers that the model wrote in the filter's blocks."""
+    spans = []
+    monkeypatch.setattr(own_answers, "fill", lambda *args, **more: (spans.append(more["span"]), fill(*args, **more))[1])
     own = replace(fills, objective="learn2pd", preset="learn2pd", output=tmp_path, span=4)
     program.train(own, console=QUIET)
+    assert spans == [4, 4]
     assert facts_of(own)["after"]["filter_loss"] < facts_of(own)["before"]["filter_loss"]
     method = f"learn2pd:filter={tmp_path / 'model' / 'filter.safetensors'}"
     assert dx.generate(dx.load(own.target), "def f(", max_new_tokens=4, algorithm=method).tokens.size
