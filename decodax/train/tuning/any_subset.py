@@ -96,8 +96,8 @@ class AnySubsetLoss:
 
 
 def mask_token(lm: Any, texts: Iterable[int], mask: int | None = None) -> int:
-    """Returns the mask token of an any-subset model, which no text may have: `mask` if it is given, the padding token,
-    or if that also begins or ends texts, an unused one.
+    """Returns the mask token of a model that is tuned to predict at masks, which no text may have: `mask` if it is
+    given, the padding token, or if that begins or ends texts or is in them, an unused one.
 
     Args:
         lm: the model, with a tokenizer.
@@ -105,11 +105,15 @@ def mask_token(lm: Any, texts: Iterable[int], mask: int | None = None) -> int:
         mask: the token's id.
 
     Raises:
-        ValueError: the texts have all tokens.
+        ValueError: the model or the texts do not allow the given id, or the texts have all tokens.
     """
-    if mask is None and lm.pad in (*lm.eos, lm.bos):
-        return unused_tokens(lm, texts)[0]
-    return int(lm.pad if mask is None else mask)
+    known = set(texts)
+    if mask is None:
+        return unused_tokens(lm, known)[0] if lm.pad in (*lm.eos, lm.bos, *known) else int(lm.pad)
+    if not 0 <= mask < lm.vocab_size or mask in known:
+        raise ValueError(f"mask: got {mask}{', which the data has' * (mask in known)}; takes an id from 0 to "
+                         f"{lm.vocab_size - 1} that the data does not have")
+    return mask
 
 
 __all__ = ["AnySubsetLoss", "mask_token"]
