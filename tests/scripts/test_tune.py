@@ -115,12 +115,13 @@ def test_an_autoregressive_model_learns_to_fill_blocks_after_a_text(padded: Opti
                                                                    tmp_path: Path) -> None:
     """With an unused row of its vocabulary as the mask. In the self-speculative mode SDLM writes what it writes one
     token a forward."""
-    own = replace(padded, objective=objective, preset=objective, block=4, output=tmp_path, steps=20)
+    own = replace(padded, objective=objective, preset=objective, data=padded.data[:1], block=4, length=40, steps=100,
+                  eval_every=1000, save_every=1000, output=tmp_path)
     program.train(own, console=QUIET)
     facts = facts_of(own)
     assert set(facts["after"]) == {"bound", "cross_entropy", "tokens_a_forward"} - ({"bound"} if objective == "sdlm"
                                                                                    else set())
-    assert facts["after"]["cross_entropy"] < facts["before"]["cross_entropy"] - 0.1
+    assert facts["after"]["cross_entropy"] < 0.5 and facts["after"]["tokens_a_forward"] > 1.1
     lm = dx.load(tmp_path / "model")
     assert lm.diffusion == Diffusion(lm.vocab_size - 1, objective == "sdlm", "causal-prefix", 4)
     write = lambda options: dx.generate(lm, "def f3(", max_new_tokens=12, algorithm=options, eos_token_id=[])
@@ -131,7 +132,7 @@ def test_an_autoregressive_model_learns_to_fill_blocks_after_a_text(padded: Opti
         plain = write("sdlm:threshold=1.0")
         assert write("sdlm:self_speculative=true").row(0).tolist() == plain.row(0).tolist()
     else:
-        assert write("sbd:gamma=9.0").stats.forwards < 8
+        assert out.stats.forwards < 10
 
 
 def test_what_objectives_with_masks_do_not_take_is_named(padded: Options, tmp_path: Path) -> None:
