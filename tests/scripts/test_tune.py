@@ -137,8 +137,8 @@ def test_an_autoregressive_model_learns_to_fill_blocks_after_a_text(padded: Opti
 
 def test_what_objectives_with_masks_do_not_take_is_named(padded: Options, tmp_path: Path) -> None:
     used = dx.load(padded.target).tokenizer.encode("def")[0]
-    for given, message in (({"mask": used}, f"mask: got {used}, which the data has; takes an id from 0 to"),
-                           ({"mask": 999}, "mask: got 999; takes an id from 0 to"),
+    for given, message in (({"mask": used}, f"mask: got {used}, which the data has; takes an id that it"),
+                           ({"mask": 999}, "mask: got 999, takes an id from 0 to"),
                            ({"block": 0}, "block: got 0, takes 1 or more"),
                            ({"block": 64}, "block: got 64; it takes less than half of the 128 positions")):
         own = replace(padded, objective="sbd", preset="sbd", output=tmp_path, **given)

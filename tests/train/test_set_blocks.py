@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.models import Diffusion
 from decodax.train.masked_diffusion import corrupt
 from decodax.train.tuning import SetBlockLoss, mask_token, set_blocks
 from tests.laws.cases import MASK, VOCABULARY, model
@@ -53,6 +54,17 @@ def test_set_blocks_are_learned_with_masks_behind_the_end_of_a_target():
         [sum(nats) / counts.sum(), sum(following) / counts.sum()], rel=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["sbd", "sdlm"])
+def test_masks_in_a_text_are_not_learned(method):
+    network, params = model("llama")
+    tokens = BATCH[0].at[:, 7].set(MASK)
+    run = jax.jit(jax.value_and_grad(lambda p: SetBlockLoss(method, network, MASK, SIZE)(
+        p, (tokens, BATCH[1]), jax.random.key(1))[0]))
+    loss, slope = run(params)
+    assert np.isfinite(loss) and all(np.isfinite(x).all() for x in jax.tree.leaves(slope))
+
+
 def test_next_sequences_count_the_tokens_of_targets_alone():
     network, params = model("llama")
     objective, key = SetBlockLoss("sdlm", network, MASK, SIZE), jax.random.key(2)
@@ -74,8 +86,12 @@ def test_the_mask_is_a_token_that_no_text_has():
     target.pad = 3
     assert mask_token(target, [1, VOCABULARY - 1]) == VOCABULARY - 4    # it ends texts; others begin them or are named
     assert mask_token(target, [1], 0) == 0
-    with pytest.raises(ValueError, match="mask: got 1, which the data has; takes an id from 0"):
+    with pytest.raises(ValueError, match="mask: got 1, which the data has; takes an id that it does not have, such as"):
         mask_token(target, [1], 1)
+    assert mask_token(target, range(VOCABULARY), 1) == 1                # there is no other
+    batch = set_blocks.block_batch(jnp.array([[4, 1, 5, 6]]), jnp.array([[False, True, True, True]]),
+                                   Diffusion(5, attention="causal-prefix", block=2))
+    assert batch.answer.tolist() == [[False, True, False, True, False]]
 
 
 def test_models_and_methods_that_do_not_fit_are_named():

@@ -188,6 +188,16 @@ class ExampleBatches:
         return tuple(x[which] for x in self.arrays)
 
 
+def spare_tokens(lm: Any, texts: Iterable[int]) -> list[int]:
+    """Returns all tokens of a model that texts do not have and that do not begin, end or pad a text, the last ones of
+    the vocabulary first. The arguments are those of `unused_tokens`."""
+    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
+    template = lm.tokenizer.special_tokens.values()
+    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
+    used = {*ends, lm.pad, lm.bos, *known, *texts}
+    return [i for i in reversed(range(lm.vocab_size)) if i not in used]
+
+
 def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
     """Returns `count` tokens of a model that texts do not have and that do not begin, end or pad a text.
 
@@ -201,18 +211,15 @@ def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
     Raises:
         ValueError: fewer are unused.
     """
-    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
-    template = lm.tokenizer.special_tokens.values()
-    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
-    used = {*ends, lm.pad, lm.bos, *known, *texts}
-    found = [i for i in reversed(range(lm.vocab_size)) if i not in used][:count]
+    found = spare_tokens(lm, texts)[:count]
     if len(found) < count:
         raise ValueError(f"data: it has all tokens of the vocabulary but {len(found)}, takes {count} unused ones; give "
                          "their ids")
     return found
 
 
-__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs", "unused_tokens"]
+__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs", "spare_tokens",
+           "unused_tokens"]
 
 
 def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:

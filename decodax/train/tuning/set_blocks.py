@@ -42,7 +42,8 @@ def block_batch(tokens: Array, learned: Array, kind: Diffusion) -> Batch:
     first, count = learned.argmax(1)[:, None], learned.sum(1)[:, None]
     place = jnp.arange(tokens.shape[1])
     whole = (count + size - 1) // size * size
-    return Batch(jnp.where(place < first + count, tokens, kind.mask_token), learned, place < first + whole)
+    tokens = jnp.where(place < first + count, tokens, kind.mask_token)
+    return Batch(tokens, learned & (tokens != kind.mask_token), place < first + whole)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class SetBlockLoss:
     Attributes:
         method: "sbd" or "sdlm".
         network: the trained network.
-        mask: id of the mask token, which must not occur in texts.
+        mask: id of the mask token; where it occurs in a text, it is not learned.
         block: number of positions of a block.
         dtype: dtype of the computation.
 
