@@ -18,16 +18,19 @@ makes the end of the text the only next token.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
-from decodax.core.types import CacheKind, LayeredModel, Model, Out
+from decodax.core.types import CacheKind, Model, Out
 from decodax.core.window import Window, causal
 from decodax.io.load import LM
 from decodax.models import Transformer
@@ -175,35 +178,48 @@ def checked(lm: LM, exits: Sequence[int]) -> tuple[int, ...]:
     return layers
 
 
-def examples(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int]) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _predictions(network: Any, layers: tuple[int, ...], params: Any, tokens: Array) -> tuple[Array, Array]:
+    """Returns the hidden states of texts after some layers, `f[E, B, T, D]`, and the tokens that are predicted from
+    these and from the last layer, `i32[E + 1, B, T]`."""
+    out = network.apply(params, causal(tokens, jnp.zeros(len(tokens), jnp.int32)), network.init_cache(len(tokens), 0))
+    hidden = [*(out.normed(out.layers[n - 1]) for n in layers), out.hidden]
+    return jnp.stack(hidden[:-1]), jnp.stack([out.head(h).argmax(-1) for h in hidden])
+
+
+def examples(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int], size: int = 8
+             ) -> tuple[np.ndarray, np.ndarray]:
     """Returns what a controller learns from: hidden states after each exit, `f32[E, N, D]`, and the right actions,
     `i32[E, N]`, for all tokens of texts that have a next one.
 
     It is right to exit where the token predicted from there is the text's, to continue where a later exit or the last
     layer predicts it, and else to stop.
+
+    Args:
+        lm: a result of `decodax.load`: an autoregressive `Transformer`.
+        texts: token ids, of at least 2 tokens each.
+        exits: numbers of layers after which the controller acts.
+        size: number of texts of a forward pass. A pass takes memory for their logits; the results, on the host, take
+            that of the hidden states.
     """
     layers = checked(lm, exits)
-    tokens = jnp.asarray(padded(texts))
-    seen = jnp.arange(tokens.shape[1] - 1) < jnp.asarray([len(text) - 1 for text in texts])[:, None]
-
-    @jax.jit
-    def run(params: Any, tokens: Array) -> tuple[Array, Array]:
-        network: LayeredModel = lm.model                                        # type: ignore[assignment]
-        out = network.apply(params, causal(tokens, jnp.zeros(len(tokens), jnp.int32)),
-                            network.init_cache(len(tokens), 0))
-        assert out.layers is not None
-        hidden = [*(out.normed(out.layers[n - 1]) for n in layers), out.hidden]
-        return jnp.stack(hidden[:-1]), jnp.stack([out.head(h).argmax(-1) for h in hidden])
-
-    hidden, found = run(lm.params, tokens)
-    right = found[:, :, :-1] == tokens[:, 1:]
-    later = jnp.flip(jnp.cumsum(jnp.flip(right[1:], 0), 0), 0) > 0
-    actions = jnp.where(right[:-1], EXIT, jnp.where(later, CONTINUE, STOP))
-    return hidden[:, :, :-1][:, seen].astype(jnp.float32), actions[:, seen]
+    tokens, lengths = padded(texts), np.asarray([len(text) - 1 for text in texts])
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for at in range(0, len(texts), size):
+        own = tokens[at:at + size]
+        rows = np.resize(own, (min(size, len(texts)), own.shape[1]))        # one program for all passes
+        hidden, found = (np.asarray(x)[:, :len(own)] for x in _predictions(lm.model, layers, lm.params, rows))
+        seen = np.arange(own.shape[1] - 1) < lengths[at:at + size, None]
+        right = found[:, :, :-1] == own[:, 1:]
+        later = np.flip(np.cumsum(np.flip(right[1:], 0), 0), 0) > 0
+        actions = np.where(right[:-1], EXIT, np.where(later, CONTINUE, STOP))
+        parts.append((hidden[:, :, :-1][:, seen].astype(np.float32), actions[:, seen].astype(np.int32)))
+    hidden, actions = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
+    return hidden, actions
 
 
 def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int], steps: int = 300,
-                   rate: float = 1e-2) -> StopExitController:
+                   rate: float = 1e-2, size: int = 8, tokens: int = 1 << 16) -> StopExitController:
     """Trains a controller on texts, by the cross-entropy of the right actions; the model does not change. Needs optax
     (`decodax[train]`).
 
@@ -215,24 +231,34 @@ def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int],
         exits: numbers of layers after which it acts.
         steps: number of training steps, each on all tokens.
         rate: learning rate of Adam.
+        size: number of texts of a forward pass of the model.
+        tokens: number of tokens whose hidden states are on the device together. With more, the gradients of a step are
+            added up.
 
     Raises:
-        ValueError: another model, no texts, or exits that it does not have.
+        ValueError: another model, no texts, exits that it does not have, or a `size` or `tokens` below 1.
     """
     if not texts or min(map(len, texts)) < 2:
         raise ValueError(f"texts: got {len(texts)}, the shortest of {min(map(len, texts), default=0)} tokens; takes "
                          "one or more, of at least 2")
+    if size < 1 or tokens < 1:
+        raise ValueError(f"size, tokens: got {size} and {tokens}, take 1 or more")
     import optax  # only for those who train
 
-    hidden, actions = examples(lm, texts, exits)
-    E, _, D = hidden.shape
+    hidden, actions = examples(lm, texts, exits, size)
+    E, N, D = hidden.shape
     first = StopExitController(kernel=jnp.zeros((E, D, 3)), bias=jnp.zeros((E, 3)))
+    parts: list[Any] = [(hidden[:, at:at + tokens], actions[:, at:at + tokens]) for at in range(0, N, tokens)]
+    if len(parts) == 1:
+        parts = [jax.device_put(parts[0])]
 
     def loss(own: StopExitController, hidden: Array, actions: Array) -> Array:
         logits = jnp.einsum("end,eda->ena", hidden, own.kernel) + own.bias[:, None]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, actions).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, actions)
+        return losses.sum() * (len(parts) / (E * N))       # the mean over parts is the mean over tokens
 
-    return train(loss, first, ((hidden, actions) for _ in range(steps)), optax.adam(rate), steps)[0]
+    optimizer = optax.MultiSteps(optax.adam(rate), len(parts)) if len(parts) > 1 else optax.adam(rate)
+    return train(loss, first, itertools.cycle(parts), optimizer, steps * len(parts))[0]
 
 
 __all__ = ["StopExitController", "StopExitModel", "fit_controller", "with_controller"]

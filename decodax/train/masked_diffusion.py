@@ -321,12 +321,23 @@ class CertaintyForcing:
                 "accuracy": right.sum() / count}
 
 
-@partial(jax.jit, static_argnames=("network", "kind", "at_once"))
-def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
-    """Returns rows whose answers are filled greedily by the model, block by block, `i32[B, T]`, to measure it; the
-    tokens at answers in `batch` are not read. A forward pass fills the most confident masked position of the block, or
-    with `at_once` all of them."""
-    at = blocks(kind, batch.answer)
+@partial(jax.jit, static_argnames=("network", "kind", "at_once", "span"))
+def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False,
+         span: int | None = None) -> Array:
+    """Returns rows whose answers are filled greedily by the model, block by block, `i32[B, T]`, as training data or to
+    measure it; the tokens at answers in `batch` are not read. A forward pass fills the most confident masked position
+    of the block, or with `at_once` all of them.
+
+    Args:
+        network: the model.
+        params: its weights.
+        batch: rows with answers.
+        kind: the kind of diffusion model.
+        at_once: True fills all positions of a block in one forward pass.
+        span: number of tokens of a block, counted from the beginning of the answer; None: the blocks of the model,
+            or the whole answer if it has none.
+    """
+    at = blocks(kind, batch.answer) if span is None else (jnp.cumsum(batch.answer, 1) - 1) // span
     last = at.max() + 1
 
     def body(_: Array, tokens: Array) -> Array:

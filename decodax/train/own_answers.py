@@ -53,13 +53,14 @@ def chosen(rows: Any, count: int, seed: int, step: int) -> Any:
     return jax.tree.map(lambda x: x[index], rows)
 
 
-def fill(model: Transformer, kind: Diffusion, params: Any, batch: Batch, size: int = 512,
-         at_once: bool = False) -> np.ndarray:
+def fill(model: Transformer, kind: Diffusion, params: Any, batch: Batch, size: int = 512, at_once: bool = False,
+         span: int | None = None) -> np.ndarray:
     """Returns the rows of a batch with their answers filled greedily by the model, `i32[B, T]`, computed for `size`
-    rows at a time; `at_once` fills a whole block in each forward pass."""
+    rows at a time; `at_once` fills a whole block in each forward pass, and `span` is the number of tokens of a block,
+    as in `masked_diffusion.fill`."""
     out = []
     for at in range(0, len(batch.tokens), size):
         count = min(size, len(batch.tokens) - at)
         rows = jax.tree.map(lambda x, at=at: jnp.asarray(np.resize(x[at:at + size], (size, x.shape[1]))), batch)
-        out.append(np.asarray(fill_batch(model, params, rows, kind, at_once))[:count])
+        out.append(np.asarray(fill_batch(model, params, rows, kind, at_once, span))[:count])
     return np.concatenate(out)

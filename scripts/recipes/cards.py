@@ -31,8 +31,9 @@ base_model: {target}
 
 
 def files_of(options: Options) -> str:
-    """Returns the names of the files of examples in Markdown."""
-    return ", ".join(corpus_name() if file == SOURCE else f"`{Path(file).name}`" for file in options.data)
+    """Returns the names of the files of examples in Markdown, and the number of chats that the target wrote."""
+    names = [corpus_name() if file == SOURCE else f"`{Path(file).name}`" for file in options.data]
+    return ", ".join(names + ([f"{options.own_chats:,} chats of its own"] if options.own_chats else []))
 
 
 def write_card(options: Options, directory: Path, facts: Mapping[str, Any], introduction: str, data: str,

@@ -88,6 +88,11 @@ class Source:
                 and self.kind.shift)
 
     @property
+    def span(self) -> int:
+        """Number of tokens of a block of an answer in a stage."""
+        return self.options.span or min(self.kind.block or self.options.canvas, self.options.canvas)
+
+    @property
     def bound(self) -> md.Bound:
         """The loss of the training."""
         made = NextSequence if self.sequential else md.Bound
@@ -98,8 +103,8 @@ class Source:
         o = self.options
         if self.kept is None:
             count = HELD_OUT_SHIPPED if published else HELD_OUT_EACH
-            found = accuracy(self.model, self.kind, params, count)
-            more = accuracy(self.model, self.kind, params, count, at_once=True) if at_once else {}
+            found = accuracy(self.model, self.kind, params, count, span=o.span)
+            more = accuracy(self.model, self.kind, params, count, at_once=True, span=o.span) if at_once else {}
             return {**found, **{f"{name}, all at once": x for name, x in more.items()}}
         usual = o.settings.options["length"]
         return {"bits_per_byte": md.bound_per_byte(
@@ -114,7 +119,7 @@ class Source:
             each = max(1, (o.answers or 1) // len(problems.TASKS) // share)
             found = [p for task in problems.TASKS for p in problems.problems(task, each, o.seed + 1, held)]
             batch = rows_of(found)
-            filled = fill(self.model, self.kind, self.params, batch)
+            filled = fill(self.model, self.kind, self.params, batch, span=self.span)
             right = np.asarray([p.correct(reply(row[answer]))
                                 for p, row, answer in zip(found, filled, batch.answer, strict=True)])
             if not right.any():
@@ -125,7 +130,7 @@ class Source:
         count = max(1, (o.answers or 1) // share)
         stream = corpus.pack(self.tokenizer, self.kept if held else self.documents)
         batch = beginnings(stream, count, o.length or 2, o.canvas, o.seed + 1)
-        return batch.replace(tokens=fill(self.model, self.kind, self.params, batch, min(count, 64)))
+        return batch.replace(tokens=fill(self.model, self.kind, self.params, batch, min(count, 64), span=self.span))
 
 
 def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
@@ -147,7 +152,7 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
             return md.Batch(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))
 
         return dataclasses.replace(made, batch=batch)
-    span = o.span or min(kind.block or o.canvas, o.canvas)
+    span = source.span
     if o.canvas % span:
         raise ValueError(f"span: got None and a model with blocks of {span}; it takes a divisor of the {o.canvas} "
                          "tokens of an answer")
@@ -204,13 +209,13 @@ def source_of(o: Options) -> Source:
     return Source(o, model, kind, params, tokenizer, documents, kept)
 
 
-def accuracy(model: Transformer, kind: Diffusion, params: Any, count: int, seed: int = 0,
-             at_once: bool = False) -> dict[str, float]:
+def accuracy(model: Transformer, kind: Diffusion, params: Any, count: int, seed: int = 0, at_once: bool = False,
+             span: int | None = None) -> dict[str, float]:
     """Returns the share of `count` held-out problems of each task that is right when one token is unmasked a forward,
-    or all tokens of a block at once."""
+    or all tokens of a block (of `span` tokens, or the model's) at once."""
     found = [p for task in problems.TASKS for p in problems.problems(task, count, seed)]
     batch = rows_of(found)
-    filled = fill(model, kind, params, batch, len(found) if len(found) < 512 else 512, at_once)
+    filled = fill(model, kind, params, batch, min(len(found), 512), at_once, span)
     right = [p.correct(reply(row[answer])) for p, row, answer in zip(found, filled, batch.answer, strict=True)]
     return dict(zip(problems.TASKS, map(float, np.reshape(right, (-1, count)).mean(1)), strict=True))
 

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import track
 
 from decodax.io.drafters import TrainedDrafter, save_drafter
-from decodax.jobs.own_chats import write_chats
 from decodax.models.drafters.block import BlockHead
 from decodax.train import corpus, loop
 from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled, block_acceptances
@@ -41,7 +40,7 @@ from decodax.train.tuning.tuned import checked
 from recipes import next_block
 from recipes.cards import write_card
 from recipes.options import Options
-from recipes.run import Recipe, target_of
+from recipes.run import Recipe, files_of_examples, target_of
 
 EVAL_WINDOWS, TOGETHER = 24, 8
 """Held-out windows of an evaluation, and those that are evaluated together: the logits of a large vocabulary take
@@ -70,11 +69,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                          options.dtype, size) if options.system in MASKED else None
     everywhere = NamedSharding(mesh, PartitionSpec())
     frozen = jax.device_put(lm.params, everywhere)
-    files = list(options.data)
-    if options.own_chats:
-        files.append(str(options.output / "chats.jsonl"))
-        write_chats(lm, Path(files[-1]), options.own_chats, seed=options.seed, report=lambda done: console.print(
-            f"{done:,} of {options.own_chats:,} chats in {files[-1]}", soft_wrap=True))
+    files = files_of_examples(options, lm, console)
     text = examples(lm, files) if files else source_code(lm, options.corpus)
     share = 1 if draft is not None else SYSTEMS[options.system].share
     count = options.draft_vocab or (None if share == 1 else int(share * lm.model.config.vocab))

@@ -50,7 +50,8 @@ PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-
 TUNED: dict[str, dict[str, Any]] = {
     "next-token": {}, "layerskip": {}, "soft": {}, "msn": {}, "cllm": dict(block=16, answers=256), "space": {},
     "lud": {}, "s3d": {}, "hamburger": {}, "apar": {}, "scheduled-sampling": dict(answers=256),
-    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {}, "distillation": {},
+    "mbr": dict(answers=256), "nmst": {}, "autodeco": dict(peak=1e-3), "any-subset": {}, "sbd": dict(block=16),
+    "sdlm": dict(block=4), "distillation": {},
     "dparallel": dict(answers=256, peak=3e-5), "learn2pd": dict(answers=256, peak=3e-3, batch=256, warmup=20)}
 """Options that each objective of fine-tuning sets beside the common ones."""
 
@@ -129,8 +130,9 @@ class Options:
         "wrong guesses, for Jacobi decoding (msn, cllm); several tokens at masks (space), also without the middle "
         "layers (s3d), or units at placeholders (lud); groups of tokens at one place (hamburger); to fork for details "
         "(apar); after the model's own tokens; the best of its samples (mbr); a sure end (nmst); heads that predict "
-        "temperature and top-p (autodeco); tokens in gaps (any-subset); what a --teacher predicts (distillation); a "
-        "diffusion model's answers to be surer of them (dparallel), or a filter that knows if it is right (learn2pd)",
+        "temperature and top-p (autodeco); tokens in gaps (any-subset), or in blocks of masks (sbd, sdlm); what a "
+        "--teacher predicts (distillation); a diffusion model's answers to be surer of them (dparallel), or a filter "
+        "that knows if it is right (learn2pd)",
         only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
                                     '"text"} or {"text"} in a line, or plain text; or python-docs, the topics of '
@@ -139,7 +141,7 @@ class Options:
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
     own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
-                                    None, "drafter", metavar="N")
+                                    None, "drafter tune", metavar="N")
     widen: bool = _option("use arrays in place of the packed weights of the target, such as those of a GGUF file",
                           False, "drafter tune")
     keep_features: bool = _option("run the target once over the text and keep what the drafter reads of it in OUTPUT, "
@@ -158,9 +160,9 @@ class Options:
         "or half of --length); tune: inputs of a row that msn replaces, masks of space and lud, or drafts of s3d "
         "(default: 5), tokens of a group of hamburger (default: 4), or of a block of dparallel and learn2pd (default: "
         "the block of the model, or 32)", only="diffusion tune")
-    mask: int | None = _option("space, lud, s3d, any-subset, pard, pard-2, specdec: id of the mask token (default: the "
-                               "padding token; any-subset: if that ends texts, one that the data does not have)", None,
-                               "drafter tune")
+    mask: int | None = _option("id of the mask token of space, s3d, any-subset, sbd and sdlm (default: the padding "
+                               "token, or one that the data does not have), or of lud, pard, pard-2 and specdec "
+                               "(default: the padding token)", None, "drafter tune")
     distill: float = _option("hamburger: weight of the KL divergence from the model before the training; --joint: its "
                              "share of the target's loss", 0.0, "drafter tune")
     fork: str | None = _option("apar: name or id of the control token [Fork] (default: an unused one)", None, "tune")
@@ -229,7 +231,7 @@ class Options:
     init: str | None = _option("name or directory of a model to start from; an autoregressive one gets a mask token",
                                only="diffusion")
     block: int | None = _option("tokens of a block of block diffusion (0: masked diffusion over the whole sequence), "
-                                "or of Jacobi decoding for cllm", only="diffusion tune")
+                                "of Jacobi decoding for cllm, or of sbd and sdlm", only="diffusion tune")
     attention: str | None = _option(
         "attention mask; causal-prefix is for set block decoding, with --shift for SDLM: causal text, followed by a "
         "block of masks (default: block-causal with blocks, full without)", only="diffusion",

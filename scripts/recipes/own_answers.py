@@ -43,7 +43,8 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
     span = o.span or min(kind.block or 32, canvas)
     if canvas % span:
         raise ValueError(f"span: got {span}; it takes a divisor of the {canvas} tokens of an answer")
-    answers, held = (batch.replace(tokens=fill(network, kind, lm.params, batch, min(len(given), TOGETHER)))
+    # in the blocks in which they are learned, as the authors of both methods make them
+    answers, held = (batch.replace(tokens=fill(network, kind, lm.params, batch, min(len(given), TOGETHER), span=span))
                      for given in (prompts, held_prompts) for batch in [unanswered(given, length, canvas)])
     console.print(f"{len(prompts)} answers of {canvas} tokens", soft_wrap=True)
     lora, filtered = o.lora is not None, o.objective == "learn2pd"
@@ -75,7 +76,7 @@ def recipe(options: Options, lm: Any, prompts: Sequence[Sequence[int]], held_pro
     objective: Any = md.CertaintyForcing(network, kind, o.dtype, span)
 
     def agreement(weights: Any) -> dict[str, float]:
-        made = fill(network, kind, weights, held, min(len(held_prompts), TOGETHER), at_once=True)
+        made = fill(network, kind, weights, held, min(len(held_prompts), TOGETHER), at_once=True, span=span)
         return {"own_tokens_all_at_once": float((made == held.tokens)[held.answer].mean())}
 
     def write(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import decodax as dx
 from decodax.bench.figures import check_writable, plot_run
+from decodax.jobs.own_chats import write_chats
 from decodax.models.formats import unpacked
 from decodax.train import loop
 from decodax.train.export import hardware
@@ -56,6 +57,16 @@ def target_of(options: Options) -> Any:
     """Returns the loaded model `options.target` in float32, with arrays in place of packed weights for `widen`."""
     lm = dx.load(options.target, dtype="float32")
     return dataclasses.replace(lm, params=unpacked(lm.params)) if options.widen else lm
+
+
+def files_of_examples(options: Options, lm: Any, console: Console) -> list[str]:
+    """Returns the files of `--data`, and that of the chats which `--own-chats` lets the target write."""
+    if not options.own_chats:
+        return list(options.data)
+    file, of = options.output / "chats.jsonl", options.own_chats
+    write_chats(lm, file, of, seed=options.seed, report=lambda done: console.print(
+        f"{done:,} of {of:,} chats in {file}", soft_wrap=True))
+    return [*options.data, str(file)]
 
 
 def train(options: Options, on_step: Callable[[int], None] | None = None,

@@ -7,6 +7,7 @@ those for diffusion models are in `recipes.own_answers`.
 from __future__ import annotations
 
 import runpy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import decodax as dx
-from decodax.algorithms.speculative import Speculative
 from decodax.models.drafters.hamburger import HamburgerHead
-from decodax.models.drafters.prompt_tokens import middle
 from decodax.train import tuning
 from decodax.train.language_model import WeightedAnswers
 from decodax.train.loop import Objective, TrainingRun, place_batch
 from decodax.train.tuning.examples import Example, ExampleBatches, ExampleRows, prompts_of, read_examples
 from decodax.train.tuning.hamburger import RATES
 from decodax.train.tuning.mbr import selected_answers
-from decodax.train.tuning.scheduled_sampling import corrections
+from decodax.train.tuning.scheduled_sampling import corrections, own_targets
 from decodax.train.tuning.soft import sorted_depths
 from decodax.train.tuning.tuned import (
     Tuned,
     TunedAnySubset,
+    TunedBlocks,
     TunedBranches,
+    TunedDrafts,
     TunedEnd,
     TunedGroups,
     TunedHeads,
@@ -41,13 +42,16 @@ from decodax.train.tuning.tuned import (
 from recipes.cards import changes, files_of, write_card, write_facts
 from recipes.options import OWN_ANSWERS, Options
 from recipes.own_answers import recipe as own_answers_recipe
-from recipes.run import Recipe, target_of
+from recipes.run import Recipe, files_of_examples, target_of
 
 EVERY, MOST = 20, 96
 """One of `EVERY` rows is held out, and at most `MOST` of these are measured."""
 
 DRAFTING = ("cllm", "msn", "space", "s3d")
-"""Objectives for models that draft for themselves, whose tokens a forward are measured."""
+"""Objectives for models that draft for themselves."""
+
+MASKED = ("space", "s3d", "any-subset", "sbd", "sdlm")
+"""Objectives with a mask token that no text may have."""
 
 PROMPTS, NEW = 16, 64
 """Held-out prompts that decoding is measured on for some objectives, and the tokens that are decoded."""
@@ -57,20 +61,6 @@ TOGETHER = 32
 
 SPAN, GROUP = 5, 4
 """Inputs that noise replaces, and masks in a row; and tokens of a group, if no option says it."""
-
-
-def own_answers(lm: Any, rows: ExampleRows) -> np.ndarray:
-    """Returns the rows with what the model writes after their prompts at temperature 1 in place of the targets,
-    `i32[N, T + 1]`."""
-    made = rows.tokens.copy()
-    for at in range(0, len(rows), TOGETHER):
-        some = rows[at:at + TOGETHER]
-        firsts, sizes = some.learned.argmax(1), some.learned.sum(1)
-        out = dx.generate(lm, [row[:first].tolist() for row, first in zip(some.tokens, firsts, strict=True)],
-                          max_new_tokens=int(sizes.max()), eos_token_id=[], temperature=1.0)
-        for i, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
-            made[at + i, first:first + size] = np.asarray(out.tokens)[i, :size]
-    return made
 
 
 def ends_of(lm: Any) -> tuple[int, ...]:
@@ -103,19 +93,27 @@ def tuned_of(options: Options, lm: Any, objective: Objective, rows: ExampleRows,
             return TunedEnd(lm, objective, rows)
         case tuning.AnySubsetLoss():
             return TunedAnySubset(lm, objective, key)
+        case tuning.SetBlockLoss():
+            return TunedBlocks(lm, objective, key)
         case tuning.HamburgerLoss():
             return TunedGroups(lm, objective, key)
         case tuning.DecodingHeadsLoss():
             return TunedHeads(lm, objective, key, options.target)
         case tuning.DistilledAnswers():
             return TunedStudent(lm, objective, guides[0])
+    if options.objective in DRAFTING:
+        jacobi = options.block if options.objective in ("cllm", "msn") else None
+        return TunedDrafts(lm, objective, jacobi - 1 if jacobi else options.span or SPAN)
     return Tuned(lm, options.objective in ("layerskip", "soft"))
 
 
-def objective_of(options: Options, lm: Any, rows: ExampleRows, teachers: list[Any]) -> Objective:
-    """Returns the loss; `teachers` are the teacher and the reference, if there are any."""
+def objective_of(options: Options, lm: Any, texts: Iterable[int], teachers: list[Any]) -> Objective:
+    """Returns the loss. `texts` are the tokens of all examples; `teachers` are the teacher and the reference, if there
+    are any."""
     network, dtype, span = lm.model, options.dtype, options.span or SPAN
     mask = lm.pad if options.mask is None else options.mask
+    if options.objective in MASKED:
+        mask = tuning.mask_token(lm, texts, options.mask)
     match options.objective:
         case "layerskip":
             return tuning.EarlyExitLoss(network, options.steps, options.layer_dropout, options.exit_scale,
@@ -139,23 +137,15 @@ def objective_of(options: Options, lm: Any, rows: ExampleRows, teachers: list[An
         case "nmst":
             return tuning.SelfTerminatingLoss(network, ends_of(lm), options.epsilon, dtype)
         case "any-subset":
-            return tuning.AnySubsetLoss(network, tuning.mask_token(lm, rows.tokens.ravel().tolist(), options.mask),
-                                        dtype=dtype)
+            return tuning.AnySubsetLoss(network, mask, dtype=dtype)
+        case "sbd" | "sdlm":
+            return tuning.SetBlockLoss(options.objective, network, mask, options.block or 0, dtype)
         case "autodeco":
             return tuning.DecodingHeadsLoss(network, dtype)
         case "distillation":
             taught, known = (*(x.model for x in teachers), None)[:2]
             return tuning.DistilledAnswers(network, taught, options.mix, known, options.keep, dtype)
     return WeightedAnswers(network, 0.0, dtype)
-
-
-def drafting(options: Options, lm: Any) -> Speculative:
-    """Returns the method that models of an objective in `DRAFTING` are tuned for."""
-    span = options.span or SPAN
-    if options.objective in ("cllm", "msn"):
-        return Speculative(dx.drafts.Jacobi(options.block - 1 if options.block else span, "text"))
-    more = {"skip": options.skip} if options.objective == "s3d" else {}
-    return dx.algorithms.make(options.objective, lm, length=span, mask=options.mask, **more)
 
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
@@ -166,14 +156,22 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if (options.objective == "distillation") != (options.teacher is not None):
         raise ValueError(f"teacher: got {options.teacher!r} with {options.objective}; distillation takes a model, "
                          "others None")
+    if fills and options.own_chats:
+        raise ValueError(f"own_chats: got {options.own_chats} with {options.objective}, whose model writes no text "
+                         "from left to right; takes None")
     lm = checked(target_of(options), fills)
-    length = min(options.length or 256, lm.model.trained_positions or 1 << 30)
+    room = 2 * (options.block or 0) if options.objective in ("sbd", "sdlm") else 0     # blocks go on behind a row
+    length = min(options.length or 256, (lm.model.trained_positions or 1 << 30) - room)
+    if length < 1:
+        raise ValueError(f"block: got {options.block}; it takes less than half of the {lm.model.trained_positions} "
+                         "positions of the model")
     paths = {"teacher": options.teacher, "reference": options.reference}
     teachers = [tuning.check_teacher(dx.load(path, dtype="float32", mesh=mesh), lm, name)
                 for name, path in paths.items() if path]
     guides = (*(x.params for x in teachers), None)[:2]
     # a teacher's chat template is that of the texts that are decoded
-    examples = read_examples([Path(file) for file in options.data], (*teachers, lm)[0])
+    files = [Path(file) for file in files_of_examples(options, lm, console)]
+    examples = read_examples(files, (*teachers, lm)[0])
     if fills:       # of a target nothing is read, so it takes no room from its prompt
         examples = [Example(x.tokens[:x.prompt + 1], x.prompt) if x.prompt else x for x in examples]
     if options.objective == "mbr":
@@ -182,7 +180,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     control = ()
     if options.objective == "apar":
         control = tuning.tokens_to_write(lm, examples, options.fork, options.child)
-        examples = tuning.branching_examples(lm, [Path(file) for file in options.data], *control)
+        examples = tuning.branching_examples(lm, files, *control)
         console.print(f"[Fork] is token {control[0]}, [Child] {control[1]}", soft_wrap=True, markup=False)
     rows = ExampleRows.of(examples, length)
     if rows.cut:
@@ -192,13 +190,14 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if fills:
         return own_answers_recipe(options, lm, prompts_of(used, options.answers or 256), prompts_of(held, PROMPTS),
                                   mesh, console)
-    objective, key = objective_of(options, lm, used, teachers), jax.random.key(options.seed)
+    objective = objective_of(options, lm, (token for x in examples for token in x.tokens), teachers)
+    key = jax.random.key(options.seed)
     tuned = TunedBranches(lm, *control, (held, used)) if control else tuned_of(
         options, lm, objective, used, key, guides)
     batch, ways, end = options.batch or 8, mesh.shape["data"], ends_of(lm)
     needs = options.objective == "autodeco" or options.distill
     frozen = jax.device_put(lm.params, NamedSharding(mesh, PartitionSpec())) if needs else ()
-    batches: Any = ExampleBatches(used.arrays, batch, options.seed)
+    batches: Any = ExampleBatches(tuned.arrays(used), batch, options.seed)
     if options.objective == "lud":
         sure = tuning.sure_tokens(lm, used, options.sure)
         console.print(f"{sure[used.learned].mean():.1%} of the tokens are sure (--sure {options.sure})")
@@ -208,7 +207,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         console.print(f"{used.learned.sum() / groups[2].sum():.2f} tokens in a group")
     if options.objective == "scheduled-sampling":
         used = used[:options.answers or 256]
-        own = own_answers(lm, used)
+        own = own_targets(lm, used, TOGETHER)
         arrays = [(*used.arrays, own)]
         if options.correction:
             more = ExampleRows.of(corrections(used, own, lm.tokenizer.encode(options.correction, False)), length)
@@ -225,7 +224,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     def extra(run: TrainingRun) -> Any:
         now, step = jax.random.fold_in(key, run.step), jnp.int32(run.step)
         return {"layerskip": (now, step), "scheduled-sampling": (now, step), "msn": now,
-                "space": now, "lud": now, "s3d": now, "any-subset": now, "autodeco": (now, frozen),
+                **dict.fromkeys((*MASKED, "lud"), now), "autodeco": (now, frozen),
                 "hamburger": frozen, "distillation": guides}.get(str(options.objective))
 
     def losses(params: Any) -> dict[str, float]:
@@ -233,28 +232,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         total, count = np.zeros(len(tuned.names)), 0
         for at in range(0, len(held), 8 * ways):
             part = held[at:at + 8 * ways]
-            fill = ((0, 8 * ways - len(part)), (0, 0))
-            tokens, learned = place_batch((np.pad(part.tokens, fill), np.pad(part.learned, fill)), mesh)
-            many = int(part.learned[:, 1:].sum())
-            total += many * np.asarray(tuned.measure(params, tokens, learned), np.float64)
+            more, many = 8 * ways - len(part), int(part.learned[:, 1:].sum())
+            arrays = tuple(np.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)) for x in tuned.arrays(part))
+            total += many * np.asarray(tuned.measure(params, *place_batch(arrays, mesh)), np.float64)
             count += many
         return dict(zip(tuned.names, map(float, total / count), strict=True))
-
-    def tokens_a_forward(params: Any) -> float:
-        """Returns the mean number of tokens of a forward pass of the method that the model is tuned for."""
-        if isinstance(tuned, TunedBranches):
-            return tuned.tokens_a_forward(params, NEW)
-        if isinstance(tuned, TunedGroups):
-            own, method = lm.with_params(params[0]), dx.algorithms.make("hamburger", lm, tuned.drafter(params[1]))
-        else:
-            own = lm.with_params(params)
-            method = drafting(options, own)
-        made = dx.generate(own, prompts_of(held, PROMPTS), algorithm=method, max_new_tokens=NEW, eos_token_id=[])
-        passes = 1.0
-        if options.objective == "s3d":      # a pass that drafts counts by its share of the layers
-            skip = middle(lm.model.depth) if options.skip is None else options.skip
-            passes = 2 - len(skip) / lm.model.depth
-        return made.stats.tokens_per_forward / passes
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
         tuned.write(target, shipped)
@@ -262,9 +244,9 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         # placed as the trained weights are, which compiles nothing more
         before = losses(jax.device_put(tuned.start, tuned.shardings(mesh)
                                        or NamedSharding(mesh, PartitionSpec())))
-        if options.objective in DRAFTING or isinstance(tuned, TunedGroups | TunedBranches):
-            own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact)
-            before["tokens_a_forward"], after["tokens_a_forward"] = tokens_a_forward(tuned.start), tokens_a_forward(own)
+        for weights, found in ((tuned.start, before), (exact, after)):
+            if (tokens := tuned.tokens_a_forward(weights, prompts_of(held, PROMPTS), NEW)) is not None:
+                found["tokens_a_forward"] = tokens
         told, figures = changes(before, after)
         write_facts(options, target, facts | told)
         where = (f"{len(held)} rows that were held out" if out.any() else

@@ -70,11 +70,25 @@ def test_the_controller_learns_the_right_actions():
     assert loss < 0.7 * -(share * np.log(share)).sum()
 
 
+@pytest.mark.wide
+def test_parts_of_the_examples_teach_what_all_at_once_do():
+    texts = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [5, 5, 2, 11, 3], [7, 3, 1], [2, 4]]
+    whole, parts = (sec.examples(lm(), texts, EXITS, size) for size in (8, 2))
+    np.testing.assert_allclose(parts[0], whole[0], atol=1e-5)
+    np.testing.assert_array_equal(parts[1], whole[1])
+    assert whole[0].shape == (2, 14, 16) and whole[1].shape == (2, 14)
+    one, several = (sec.fit_controller(lm(), texts, EXITS, 20, size=size, tokens=tokens)
+                    for size, tokens in ((8, 99), (2, 4)))
+    np.testing.assert_allclose(several.kernel, one.kernel, atol=1e-4)
+    np.testing.assert_allclose(several.bias, one.bias, atol=1e-4)
+
+
 @pytest.mark.parametrize(("message", "make"), [
     (r"exits: got \(2, 3\), takes rising numbers of layers from 1 to 2",
      lambda: sec.with_controller(lm(), always(0, 0), (2, 3))),
     (r"exits: got \(1,\), the controller has 2", lambda: sec.with_controller(lm(), always(0, 0), (1,))),
     ("texts: got 1, the shortest of 1", lambda: sec.fit_controller(lm(), [[3]], EXITS)),
+    ("size, tokens: got 0 and 65536, take 1 or more", lambda: sec.fit_controller(lm(), [[3, 4]], EXITS, size=0)),
 ])
 def test_wrong_input_is_named(message, make):
     with pytest.raises(ValueError, match=f"^{message}"):

@@ -1,6 +1,7 @@
 """Look-ahead embeddings (PaSS) and masks without the middle layers (S3D): drafting computes what training computes, and
 both what the target computes after the text."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -93,6 +94,18 @@ def test_the_losses_are_those_of_the_passes_one_by_one():
     assert float(parts["drafts"]) == pytest.approx(np.mean(drafts), rel=1e-4)
     assert float(parts["plain"]) == pytest.approx(np.mean(plain), rel=1e-4)
     assert float(loss) == pytest.approx(np.mean(drafts) + np.mean(plain), rel=1e-4)
+
+
+def test_a_tuned_model_says_which_mask_and_layers_it_was_tuned_with():
+    table = np.asarray(lm("llama").params["embed"])
+    for name, key in (("space", "space_mask_token"), ("s3d", "s3d_mask_token")):
+        tuned = dataclasses.replace(lm("llama"), entries={key: 9, "s3d_skip": [0]})
+        for given, mask in (({}, 9), ({"mask": 4}, 4)):
+            alg = algorithms.make(name, tuned, length=1 + K, **given)
+            assert (np.asarray(alg.draft.weights.head["prompts"]) == table[mask]).all()
+        if name == "s3d":
+            assert alg.draft.head.skip == (0,)
+            assert algorithms.make(name, tuned, skip=(1,)).draft.head.skip == (1,)
 
 
 def test_they_are_stored_and_wrong_options_are_named(tmp_path):

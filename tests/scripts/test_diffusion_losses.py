@@ -12,7 +12,7 @@ import pytest
 
 from decodax.bench.problems import puzzles as problems
 from decodax.models import Diffusion, Transformer, llama
-from decodax.train import loop
+from decodax.train import loop, own_answers
 from decodax.train import masked_diffusion as dt
 from decodax.train import unmask_filter as filters
 from decodax.train.sdlm import NextSequence
@@ -174,6 +174,31 @@ def test_certainty_forcing_masks_one_block_in_halves_and_all_after_it(batch):
             behind = np.isin(np.arange(len(text[i])), answer[start + 4:])
             np.testing.assert_array_equal(text[i] == 46, masked[i] | behind)
     assert len(seen) > 1
+
+
+class Counting:
+    """A network that predicts the number of masks of a row, and is surer of later positions."""
+
+    def forward(self, params, tokens, positions=None, mask=None):
+        left = (tokens == 46).sum(1)[:, None, None]
+        return jnp.where(jnp.arange(47) == left, 1.0 + jnp.arange(tokens.shape[1])[:, None], params)
+
+
+@pytest.mark.parametrize(("kind", "span", "at_once", "expected"), [
+    (FULL, None, False, [1, 2, 3, 4, 5, 6, 7, 8]), (FULL, None, True, [8] * 8),
+    (FULL, 4, False, [5, 6, 7, 8, 1, 2, 3, 4]), (FULL, 3, False, [6, 7, 8, 3, 4, 5, 1, 2]),
+    (FULL, 4, True, [8, 8, 8, 8, 4, 4, 4, 4]), (replace(FULL, shift=True), 4, False, [5, 6, 7, 8, 1, 2, 3, 4]),
+    (BLOCKS, 4, False, [5, 6, 7, 8, 1, 2, 3, 4]), (BEHIND, 2, False, [7, 8, 5, 6, 3, 4, 1, 2]),
+])
+def test_answers_are_filled_in_blocks_from_their_beginning(kind, span, at_once, expected):
+    """A token is the number of masks that were left when it was filled; prompts have 3 and 5 tokens."""
+    place, first = np.arange(14), np.array([[3], [5]])
+    answer = (place >= first) & (place < first + 8)
+    rows = dt.Batch(np.where(answer, 9, 40), answer, place < first + 8)
+    for made in (dt.fill(Counting(), jnp.float32(0), jax.tree.map(jnp.asarray, rows), kind, at_once, span),
+                 own_answers.fill(Counting(), kind, jnp.float32(0), rows, 1, at_once, span)):
+        made = np.asarray(made)
+        assert made[answer].tolist() == expected * 2 and (made[~answer] == 40).all()
 
 
 def test_a_bound_per_byte_of_equal_chances_is_known():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import decodax as dx
 from decodax.io.saving import save_model
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train.masked_diffusion import widened
-from decodax.train.own_answers import unanswered
+from decodax.train.own_answers import fill, unanswered
 from decodax.train.tuning import read_examples
 from decodax.train.tuning.mbr import selected_answers
 from decodax.train.tuning.tuned import checked
+from recipes import own_answers
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from recipes.tune import rule_of
@@ -84,11 +86,79 @@ def test_every_objective_trains(options: Options, objective: str, tmp_path: Path
     if objective == "nmst":
         lm = dx.algorithms.contrastive.nmst(lm, tmp_path / "model", 0.3)
         assert same(lm.params, run.params) and "nmst(dx.load(" in (tmp_path / "model" / "README.md").read_text()
+    if objective in ("space", "s3d"):       # the padding token ends texts
+        entries = {f"{objective}_mask_token": lm.vocab_size - 1} | ({"s3d_skip": [0]} if objective == "s3d" else {})
+        assert entries.items() <= lm.config_entries.items()
+        assert f'algorithm="{objective}:length=5")' in (tmp_path / "model" / "README.md").read_text()
     if objective == "any-subset":
         assert lm.diffusion == Diffusion(lm.vocab_size - 1, attention="any-subset")
         filled = dx.infill(lm, ["def f(", 3, "return", 2], algorithm="assd:k=4")
         assert [len(x) for x in filled.findings["gap_tokens"][0]] == [3, 2] and filled.stats.rounds[0] <= 5
     assert dx.generate(lm, "def f(", max_new_tokens=4).tokens.size
+
+
+@pytest.fixture(scope="module")
+def padded(options: Options) -> Options:
+    """Options for a model with an output matrix of its own and 13 rows more than its tokenizer has tokens."""
+    path, tokenizer = Path(options.target).with_name("padded"), byte_level()
+    save(tokenizer, path, generation_config={"eos_token_id": 0}, tokenizer_config={"eos_token": "<|endoftext|>"})
+    model = Transformer(llama(vocab=tokenizer.get_vocab_size() + 13, width=32, layers=2, heads=4, kv_heads=2, mlp=64,
+                              context=128))
+    assert not model.config.tied
+    save_model(path, model, model.init_params(jax.random.key(1)), config={"eos_token_id": 0}, dtype="float32")
+    return replace(options, target=str(path))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("objective", ["sbd", "sdlm"])
+def test_an_autoregressive_model_learns_to_fill_blocks_after_a_text(padded: Options, objective: str,
+                                                                   tmp_path: Path) -> None:
+    """With an unused row of its vocabulary as the mask. In the self-speculative mode SDLM writes what it writes one
+    token a forward."""
+    own = replace(padded, objective=objective, preset=objective, data=padded.data[:1], block=4, length=40, steps=100,
+                  eval_every=1000, save_every=1000, output=tmp_path)
+    program.train(own, console=QUIET)
+    facts = facts_of(own)
+    assert set(facts["after"]) == {"bound", "cross_entropy", "tokens_a_forward"} - ({"bound"} if objective == "sdlm"
+                                                                                   else set())
+    assert facts["after"]["cross_entropy"] < 0.5 and facts["after"]["tokens_a_forward"] > 1.1
+    lm = dx.load(tmp_path / "model")
+    assert lm.diffusion == Diffusion(lm.vocab_size - 1, objective == "sdlm", "causal-prefix", 4)
+    write = lambda options: dx.generate(lm, "def f3(", max_new_tokens=12, algorithm=options, eos_token_id=[])
+    out = write(objective)
+    assert out.lengths.tolist() == [12] and lm.diffusion.mask not in out.tokens
+    assert f'algorithm="{objective}")' in (tmp_path / "model" / "README.md").read_text()
+    if objective == "sdlm":
+        plain = write("sdlm:threshold=1.0")
+        assert write("sdlm:self_speculative=true").row(0).tolist() == plain.row(0).tolist()
+    else:
+        assert out.stats.forwards < 10
+
+
+def test_what_objectives_with_masks_do_not_take_is_named(padded: Options, tmp_path: Path) -> None:
+    used = dx.load(padded.target).tokenizer.encode("def")[0]
+    for given, message in (({"mask": used}, f"mask: got {used}, which the data has; takes an id that it"),
+                           ({"mask": 999}, "mask: got 999, takes an id from 0 to"),
+                           ({"block": 0}, "block: got 0, takes 1 or more"),
+                           ({"block": 64}, "block: got 64; it takes less than half of the 128 positions")):
+        own = replace(padded, objective="sbd", preset="sbd", output=tmp_path, **given)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            program.train(own, console=QUIET)
+
+
+@pytest.mark.wide
+def test_chats_that_the_target_writes_are_data_beside_files(padded: Options, tmp_path: Path) -> None:
+    path = tmp_path / "chats"
+    shutil.copytree(padded.target, path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": (
+        "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}")}))
+    own = replace(padded, objective="next-token", preset="next-token", target=str(path), data=padded.data[:1],
+                  output=tmp_path / "run", own_chats=8, steps=2, warmup=1)
+    program.train(own, console=QUIET)
+    assert (tmp_path / "run" / "chats.jsonl").is_file()
+    assert "8 chats of its own" in (tmp_path / "run" / "model" / "README.md").read_text()
+    with pytest.raises(ValueError, match="own_chats: got 3 with dparallel"):
+        program.train(replace(own, objective="dparallel", preset="dparallel", own_chats=3), console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +292,14 @@ def test_a_diffusion_model_becomes_surer_of_its_own_answers(fills: Options, rank
 
 
 @pytest.mark.wide
-def test_a_filter_is_trained_for_any_diffusion_model(fills: Options, tmp_path: Path) -> None:
+def test_a_filter_is_trained_for_any_diffusion_model(fills: Options, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """On answers that the model wrote in the filter's blocks."""
+    spans = []
+    monkeypatch.setattr(own_answers, "fill", lambda *args, **more: (spans.append(more["span"]), fill(*args, **more))[1])
     own = replace(fills, objective="learn2pd", preset="learn2pd", output=tmp_path, span=4)
     program.train(own, console=QUIET)
+    assert spans == [4, 4]
     assert facts_of(own)["after"]["filter_loss"] < facts_of(own)["before"]["filter_loss"]
     method = f"learn2pd:filter={tmp_path / 'model' / 'filter.safetensors'}"
     assert dx.generate(dx.load(own.target), "def f(", max_new_tokens=4, algorithm=method).tokens.size

@@ -229,6 +229,19 @@ def test_nmst_gives_the_end_what_its_head_and_the_bound_say():
         nmst(lm(), u[:3])
 
 
+@pytest.mark.wide
+def test_later_rows_of_a_text_go_on_with_the_bound_of_nmst():
+    rows = ExampleRows.of([Example(tuple(range(1, 12)), 0), Example((1, 2, 3, 4, 5, 6), 4)], 4)
+    assert rows.before.tolist() == [0, 4, 8, 0] and rows[1:3].before.tolist() == [4, 8]
+    assert ExampleRows(TOKENS, LEARNED).before.tolist() == [0, 0, 0]
+    head, losses = jnp.zeros(16), jax.jit(SelfTerminatingLoss(lm().model, (4,), 0.2).losses)
+    tokens, learned = jnp.asarray([[1, 2, 3, 4, 4, 4]], jnp.int32), jnp.ones((1, 6), bool).at[:, 0].set(False)
+    found = [np.exp(-losses((lm().params, head), tokens, learned, before)[0, -1]) for before in (
+        None, jnp.array([0]), jnp.array([7]))]
+    wanted = [1 - 0.5 * 0.8 ** (5 + n) for n in (0, 0, 7)]          # a head of zeros adds half of the rest
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def trajectories():
     return collect_trajectories(lm(), PROMPTS, block=4, blocks=2, end=(4,))

@@ -14,11 +14,12 @@ from decodax.train.tuning.msn import NoisyLoss
 from decodax.train.tuning.nmst import SelfTerminatingLoss
 from decodax.train.tuning.s3d import SkippyLoss
 from decodax.train.tuning.scheduled_sampling import ScheduledSamplingLoss
+from decodax.train.tuning.set_blocks import SetBlockLoss
 from decodax.train.tuning.soft import SortedLoss
 from decodax.train.tuning.space import SemiAutoregressiveLoss
 
 __all__ = ["AnySubsetLoss", "ConsistencyLoss", "DecodingHeadsLoss", "DistilledAnswers", "EarlyExitLoss", "Example",
            "ExampleBatches", "ExampleRows", "HamburgerLoss", "LexicalUnitLoss", "NoisyLoss", "ScheduledSamplingLoss",
-           "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SkippyLoss", "SortedLoss", "Trajectory",
+           "SelfTerminatingLoss", "SemiAutoregressiveLoss", "SetBlockLoss", "SkippyLoss", "SortedLoss", "Trajectory",
            "TrajectoryBatches", "branching_examples", "check_teacher", "collect_trajectories", "grouped",
            "losses_by_layer", "mask_token", "read_examples", "sure_tokens", "tokens_to_write", "unused_tokens"]

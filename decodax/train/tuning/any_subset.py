@@ -15,7 +15,7 @@ from jax import Array
 from decodax.core.window import Window
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
-from decodax.train.tuning.examples import unused_tokens
+from decodax.train.tuning.examples import spare_tokens, unused_tokens
 from decodax.train.tuning.exits import learned_mean
 
 Tree = Any
@@ -96,8 +96,9 @@ class AnySubsetLoss:
 
 
 def mask_token(lm: Any, texts: Iterable[int], mask: int | None = None) -> int:
-    """Returns the mask token of an any-subset model, which no text may have: `mask` if it is given, the padding token,
-    or if that also begins or ends texts, an unused one.
+    """Returns the mask token of a model that is tuned to predict at masks: `mask` if it is given, the padding token, or
+    if that begins or ends texts or is in them, an unused one. Only if the texts have all tokens may the given one be
+    in them, too.
 
     Args:
         lm: the model, with a tokenizer.
@@ -105,11 +106,17 @@ def mask_token(lm: Any, texts: Iterable[int], mask: int | None = None) -> int:
         mask: the token's id.
 
     Raises:
-        ValueError: the texts have all tokens.
+        ValueError: the model has no token with the given id, or the texts have it and not all others; or no id is given
+            and they have all tokens.
     """
-    if mask is None and lm.pad in (*lm.eos, lm.bos):
-        return unused_tokens(lm, texts)[0]
-    return int(lm.pad if mask is None else mask)
+    known = set(texts)
+    if mask is None:
+        return unused_tokens(lm, known)[0] if lm.pad in (*lm.eos, lm.bos, *known) else int(lm.pad)
+    if not 0 <= mask < lm.vocab_size:
+        raise ValueError(f"mask: got {mask}, takes an id from 0 to {lm.vocab_size - 1}")
+    if mask in known and (spare := spare_tokens(lm, known)):
+        raise ValueError(f"mask: got {mask}, which the data has; takes an id that it does not have, such as {spare[0]}")
+    return mask
 
 
 __all__ = ["AnySubsetLoss", "mask_token"]

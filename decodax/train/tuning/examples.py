@@ -110,11 +110,13 @@ class ExampleRows:
         tokens: `i32[N, T + 1]`; tokens of the examples; 0 after the end of an example.
         learned: `bool[N, T + 1]`, True for the tokens that are learned.
         cut: number of pairs that were too long and lost the beginning of the prompt, or the end of the target.
+        offsets: `i32[N]`, number of learned tokens of a row's example in the rows before it; None: 0.
     """
 
     tokens: np.ndarray
     learned: np.ndarray
     cut: int = 0
+    offsets: np.ndarray | None = None
 
     @classmethod
     def of(cls, examples: Sequence[Example], length: int) -> ExampleRows:
@@ -124,29 +126,35 @@ class ExampleRows:
         Raises:
             ValueError: there is nothing to predict.
         """
-        rows: list[tuple[Sequence[int], int]] = []
+        rows: list[tuple[Sequence[int], int, int]] = []
         cut = 0
         for example in examples:
             tokens, prompt = example.tokens, example.prompt
             if not prompt:
-                rows += [(tokens[at:at + length + 1], 1) for at in range(0, len(tokens) - 1, length)]
+                rows += [(tokens[at:at + length + 1], 1, at) for at in range(0, len(tokens) - 1, length)]
             elif len(tokens) > prompt:
                 cut += len(tokens) > length + 1
                 # at least one token of the prompt stays, which predicts the first of the target
                 drop = min(max(len(tokens) - length - 1, 0), prompt - 1)
-                rows.append((tokens[drop:][:length + 1], prompt - drop))
+                rows.append((tokens[drop:][:length + 1], prompt - drop, 0))
         if not rows:
             raise ValueError(f"data: got {len(examples)} examples, of which none has a token to predict")
         made, learned = np.zeros((len(rows), length + 1), np.int32), np.zeros((len(rows), length + 1), bool)
-        for i, (row, given) in enumerate(rows):
+        for i, (row, given, _) in enumerate(rows):
             made[i, :len(row)] = row
             learned[i, given:len(row)] = True
-        return cls(made, learned, cut)
+        return cls(made, learned, cut, np.asarray([before for *_, before in rows], np.int32))
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """The pair `(tokens, learned)`, `i32[N, T + 1]` and `bool[N, T + 1]`, as `ExampleBatches` takes it."""
         return self.tokens, self.learned
+
+    @property
+    def before(self) -> np.ndarray:
+        """Number of learned tokens of each row's example in the rows before it, `i32[N]`: above 0 in the later rows of
+        a text."""
+        return np.zeros(len(self), np.int32) if self.offsets is None else self.offsets
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -154,7 +162,7 @@ class ExampleRows:
 
     def __getitem__(self, which: Any) -> ExampleRows:
         """Returns some of the rows."""
-        return ExampleRows(self.tokens[which], self.learned[which])
+        return ExampleRows(self.tokens[which], self.learned[which], offsets=self.before[which])
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,16 @@ class ExampleBatches:
         return tuple(x[which] for x in self.arrays)
 
 
+def spare_tokens(lm: Any, texts: Iterable[int]) -> list[int]:
+    """Returns all tokens of a model that texts do not have and that do not begin, end or pad a text, the last ones of
+    the vocabulary first. The arguments are those of `unused_tokens`."""
+    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
+    template = lm.tokenizer.special_tokens.values()
+    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
+    used = {*ends, lm.pad, lm.bos, *known, *texts}
+    return [i for i in reversed(range(lm.vocab_size)) if i not in used]
+
+
 def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
     """Returns `count` tokens of a model that texts do not have and that do not begin, end or pad a text.
 
@@ -193,18 +211,15 @@ def unused_tokens(lm: Any, texts: Iterable[int], count: int = 1) -> list[int]:
     Raises:
         ValueError: fewer are unused.
     """
-    ends = [i for end in lm.eos for i in (end if isinstance(end, (list, tuple)) else (end,))]
-    template = lm.tokenizer.special_tokens.values()
-    known = {i for text in template for i in lm.tokenizer.encode(text, add_special_tokens=False)}
-    used = {*ends, lm.pad, lm.bos, *known, *texts}
-    found = [i for i in reversed(range(lm.vocab_size)) if i not in used][:count]
+    found = spare_tokens(lm, texts)[:count]
     if len(found) < count:
         raise ValueError(f"data: it has all tokens of the vocabulary but {len(found)}, takes {count} unused ones; give "
                          "their ids")
     return found
 
 
-__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs", "unused_tokens"]
+__all__ = ["Example", "ExampleBatches", "ExampleRows", "read_examples", "read_pairs", "spare_tokens",
+           "unused_tokens"]
 
 
 def prompts_of(rows: ExampleRows, count: int) -> list[list[int]]:

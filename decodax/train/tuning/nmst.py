@@ -22,7 +22,8 @@ Tree = Any
 @dataclass(frozen=True)
 class SelfTerminatingLoss:
     """The cross-entropy of next tokens under NMST, an `Objective`. The weights are a pair: those of the network, and
-    the head's, `f32[D]`. The `t`-th learned token of a row is the `t`-th new one.
+    the head's, `f32[D]`. The `t`-th learned token of a row is the `t`-th new one, or of a text in several rows the
+    `before + t`-th (`ExampleRows`).
 
     Attributes:
         network: the trained network.
@@ -45,25 +46,28 @@ class SelfTerminatingLoss:
         if not 0 <= self.epsilon < 1:
             raise ValueError(f"epsilon: got {self.epsilon}, takes 0 to below 1")
 
-    def losses(self, params: Tree, tokens: Array, learned: Array) -> Array:
+    def losses(self, params: Tree, tokens: Array, learned: Array, before: Array | None = None) -> Array:
         """Returns `-log p` of each next token in nats, `f32[B, T]`, for tokens `i32[B, T + 1]` of which those in
-        `learned` (`bool[B, T + 1]`) are new."""
+        `learned` (`bool[B, T + 1]`) are new, after the number `before` of new tokens in earlier rows (`i32[B]`, None:
+        0)."""
         out = text_output(self.network, cast(params[0], self.dtype), tokens[:, :-1])
         logits = with_end_head(params[1], out.hidden, out.logits().astype(jnp.float32), self.ends)
         ends = jnp.arange(logits.shape[-1]) == self.ends[0]
-        time = jnp.maximum(jnp.cumsum(learned[:, 1:], 1), 1).astype(jnp.float32)
+        time = jnp.maximum(jnp.cumsum(learned[:, 1:], 1), 1) + (0 if before is None else before[:, None])
+        time = time.astype(jnp.float32)
         return cross_entropy(self_terminating(logits, ends, time, self.epsilon), tokens[:, 1:])
 
-    def __call__(self, params: Tree, batch: tuple[Array, Array], extra: None) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, params: Tree, batch: tuple[Array, ...], extra: None) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log, in nats: "loss", and that of the ends.
 
         Args:
             params: the weights of the network, and the head's.
-            batch: tokens `i32[B, T + 1]`, and `bool[B, T + 1]`, True for tokens that are learned.
+            batch: tokens `i32[B, T + 1]`, and `bool[B, T + 1]`, True for tokens that are learned; and, if it is not 0,
+                `before` as in `losses`.
             extra: ignored.
         """
-        tokens, learned = batch
-        losses = self.losses(params, tokens, learned)
+        tokens, learned, *before = batch
+        losses = self.losses(params, tokens, learned, *before)
         loss = learned_mean(losses, learned[:, 1:])
         return loss, {"loss": loss, "ends": learned_mean(losses, learned[:, 1:] & (tokens[:, 1:] == self.ends[0]))}
 

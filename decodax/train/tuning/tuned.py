@@ -1,10 +1,11 @@
 """The weights that an objective of fine-tuning trains, how they are measured on held-out rows, and how they are saved:
-those of a whole model, of a model and the parts around it (NMST, HAMburger), or of AutoDeco's heads alone."""
+those of a whole model, of a model and the parts around it (NMST, HAMburger), or of AutoDeco's heads alone. For some
+objectives also the tokens of a forward pass are measured, by the decoding method that the model is tuned for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,26 @@ from safetensors.numpy import save_file
 import decodax as dx
 from decodax.algorithms.contrastive import Heads
 from decodax.algorithms.contrastive.nmst import FILE, NAME
+from decodax.algorithms.speculative import Speculative
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.io.drafters.hamburger import FOLDER
 from decodax.io.quantize import save
 from decodax.models import Diffusion, Transformer
 from decodax.models.packed import Packed
 from decodax.train.language_model import token_losses
+from decodax.train.loop import Objective
 from decodax.train.tuning import (
     AnySubsetLoss,
+    ConsistencyLoss,
     DecodingHeadsLoss,
     DistilledAnswers,
     ExampleRows,
     HamburgerLoss,
+    NoisyLoss,
     SelfTerminatingLoss,
+    SemiAutoregressiveLoss,
+    SetBlockLoss,
+    SkippyLoss,
     grouped,
     losses_by_layer,
 )
@@ -64,6 +72,10 @@ class Tuned:
         """Returns a `NamedSharding` for each weight that is trained, on the given mesh."""
         return self.lm.model.shardings(mesh)
 
+    def arrays(self, rows: ExampleRows) -> tuple[np.ndarray, ...]:
+        """Returns the arrays of rows, `[N, ...]` each, that the objective and `measure` read."""
+        return rows.arrays
+
     def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
         """Returns the figures called `names`, `f32[k]`, such as cross-entropies in nats: means over the tokens of a
         batch, `tokens`, `i32[B, T + 1]`, that count (`learned`, `bool[B, T + 1]`)."""
@@ -72,9 +84,72 @@ class Tuned:
         own = token_losses(self.lm.model, params, tokens)
         return jnp.where(learned[:, 1:], own, 0).sum()[None] / learned[:, 1:].sum()
 
+    def decoding(self, params: Any) -> tuple[Any, Any] | None:
+        """Returns the tuned model with the weights `params`, and the decoding method that it is tuned for; None if it
+        is tuned for all methods."""
+        return None
+
+    def tokens_a_forward(self, params: Any, prompts: Sequence[Sequence[int]], new: int) -> float | None:
+        """Returns the mean number of tokens of a forward pass of the method that the model is tuned for, in greedy
+        texts of `new` tokens after some prompts; None if there is no such method."""
+        if type(self).decoding is Tuned.decoding:
+            return None
+        # on one device, whatever mesh trained it
+        found = self.decoding(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params))
+        assert found is not None
+        return float(dx.generate(found[0], prompts, algorithm=found[1], max_new_tokens=new,
+                                 eos_token_id=[]).stats.tokens_per_forward)
+
     def write(self, target: Path, shipped: Any) -> None:
         """Writes the model with the weights `shipped` into the directory `target`, which `decodax.load` can load."""
         save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+
+
+def add_entries(target: Path, entries: Mapping[str, Any]) -> None:
+    """Adds entries to the `config.json` of the directory `target`."""
+    file = target / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}, indent=2) + "\n")
+
+
+class TunedDrafts(Tuned):
+    """A tuning run of a model that drafts for itself: CLLM, Make Some Noise, SPACE or S3D. Measures the cross-entropy
+    of next tokens. What the training decides for decoding, such as the mask token, is written to `config.json`.
+
+    Raises:
+        ValueError: an objective of another method.
+    """
+
+    def __init__(self, lm: Any, objective: Objective, drafts: int):
+        super().__init__(lm)
+        self.drafts, self.entries, self.passes = drafts, dict[str, Any](), 1.0
+        match objective:
+            case ConsistencyLoss() | NoisyLoss():
+                self.name = "jacobi"
+            case SkippyLoss():
+                self.name, skip = "s3d", objective.head.skip
+                self.entries = {"mask": objective.mask, "skip": skip}
+                self.passes = 2 - len(skip) / lm.model.depth    # a pass that drafts counts by its share of the layers
+            case SemiAutoregressiveLoss():
+                self.name, self.entries = "space", {"mask": objective.mask}
+            case _:
+                raise ValueError(f"objective: got {type(objective).__name__}, takes one of a model that drafts")
+        if self.entries:
+            self.use = f'dx.generate(dx.load("DIRECTORY"), prompt, algorithm="{self.name}:length={drafts}")'
+
+    def decoding(self, params: Any) -> tuple[Any, Any]:
+        own = self.lm.with_params(params)
+        if not self.entries:
+            return own, Speculative(dx.drafts.Jacobi(self.drafts, "text"))
+        return own, dx.algorithms.make(self.name, own, length=self.drafts, **self.entries)
+
+    def tokens_a_forward(self, params: Any, prompts: Sequence[Sequence[int]], new: int) -> float | None:
+        made = super().tokens_a_forward(params, prompts, new)
+        return None if made is None else made / self.passes
+
+    def write(self, target: Path, shipped: Any) -> None:
+        super().write(target, shipped)
+        words = {"mask": "mask_token", "skip": "skip"}
+        add_entries(target, {f"{self.name}_{words[name]}": value for name, value in self.entries.items()})
 
 
 class TunedBranches(Tuned):
@@ -89,10 +164,10 @@ class TunedBranches(Tuned):
         mains = ([x for x in prompts_of(some, len(some)) if child not in x] for some in rows)
         self.prompts = next((found[:MEASURED] for found in mains if found), [])
 
-    def tokens_a_forward(self, params: Any, new: int) -> float:
+    def tokens_a_forward(self, params: Any, prompts: Sequence[Sequence[int]], new: int) -> float:
         """Returns the mean number of tokens of all threads of a prompt for each forward pass until its last thread
         ends. The threads are greedy, of at most `new` tokens, and their prompts those of the first `rows` that have
-        some."""
+        some, in place of `prompts`."""
         found = dx.search.explore(self.lm.with_params(params), self.prompts, dx.search.apar(**self.control),
                                   max_new_tokens=new, temperature=0.0)
         return float(np.mean([sum(len(x.tokens) for x in tree) / max(x.rounds for x in tree)
@@ -100,9 +175,7 @@ class TunedBranches(Tuned):
 
     def write(self, target: Path, shipped: Any) -> None:
         super().write(target, shipped)
-        file = target / "config.json"
-        entries = {f"apar_{name}_token": token for name, token in self.control.items()}
-        file.write_text(json.dumps(json.loads(file.read_text()) | entries, indent=2) + "\n")
+        add_entries(target, {f"apar_{name}_token": token for name, token in self.control.items()})
 
 
 class TunedAnySubset(Tuned):
@@ -123,6 +196,27 @@ class TunedAnySubset(Tuned):
         save(replace(made, diffusion=Diffusion(self.mask, attention="any-subset")), target)
 
 
+class TunedBlocks(Tuned):
+    """A tuning run of a model that fills blocks of masks after a causal text (SBD, SDLM). Measures the loss with the
+    same noise at each evaluation, for SBD by its parts."""
+
+    def __init__(self, lm: Any, objective: SetBlockLoss, key: jax.Array):
+        super().__init__(lm)
+        self.kind, self.name, self.key = objective.kind, objective.method, key
+        self.losses = jax.jit(objective.measure)
+        self.names = ("bound", "cross_entropy") if self.name == "sbd" else ("cross_entropy",)
+        self.use = f'dx.generate(dx.load("DIRECTORY"), prompt, algorithm="{self.name}")'
+
+    def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
+        return self.losses(params, (tokens, learned), self.key)
+
+    def decoding(self, params: Any) -> tuple[Any, Any]:
+        return replace(self.lm.with_params(params), diffusion=self.kind), self.name
+
+    def write(self, target: Path, shipped: Any) -> None:
+        save(self.decoding(jax.tree.map(np.asarray, shipped))[0], target)
+
+
 class TunedEnd(Tuned):
     """A tuning run of a model together with the head that predicts the end of a text (`SelfTerminatingLoss`)."""
 
@@ -137,8 +231,12 @@ class TunedEnd(Tuned):
     def shardings(self, mesh: jax.sharding.Mesh) -> Any:
         return super().shardings(mesh), NamedSharding(mesh, PartitionSpec())
 
-    def measure(self, params: Any, tokens: jax.Array, learned: jax.Array) -> jax.Array:
-        own = self.losses(params, tokens, learned)
+    def arrays(self, rows: ExampleRows) -> tuple[np.ndarray, ...]:
+        return *rows.arrays, rows.before
+
+    def measure(self, params: Any, tokens: jax.Array, learned: jax.Array, before: jax.Array | None = None
+                ) -> jax.Array:
+        own = self.losses(params, tokens, learned, before)
         return jnp.where(learned[:, 1:], own, 0).sum()[None] / learned[:, 1:].sum()
 
     def write(self, target: Path, shipped: Any) -> None:
@@ -171,6 +269,9 @@ class TunedGroups(Tuned):
         """Returns embedder and decoder with their weights."""
         return TrainedDrafter("hamburger", self.objective.head, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)),
                                                                              weights))
+
+    def decoding(self, params: Any) -> tuple[Any, Any]:
+        return self.lm.with_params(params[0]), dx.algorithms.make("hamburger", self.lm, self.drafter(params[1]))
 
     def write(self, target: Path, shipped: Any) -> None:
         super().write(target, shipped[0])

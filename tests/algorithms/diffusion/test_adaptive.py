@@ -236,7 +236,7 @@ def test_a_filter_is_read_from_its_file_and_checked(tmp_path):
         made("learn2pd")
     beside = dataclasses.replace(lm(), directory=tmp_path)
     assert ALGORITHMS["learn2pd"].make(beside) == made("learn2pd", filter=FILTER)
-    with pytest.raises(ValueError, match=r"lies in .*none; train one with .* --stage filter"):
+    with pytest.raises(ValueError, match=r"lies in .*none; train one with .* tune --objective learn2pd"):
         ALGORITHMS["learn2pd"].make(dataclasses.replace(lm(), directory=tmp_path / "none"))
     with pytest.raises(ValueError, match=r"filter: got shapes .*takes \(n, h\)"):
         d.Filter(np.zeros((4, 6)), np.zeros(6), np.zeros((6, 5)), np.zeros(4))

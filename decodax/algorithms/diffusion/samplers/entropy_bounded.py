@@ -74,7 +74,7 @@ def sbd(lm: Any, gamma: NonNegative = 0.35, block_size: Count | None = None) -> 
 
     For models made from autoregressive ones whose masks attend to one another and predict their own positions. The
     cache is exact: a block's entries are written by the first forward of the next one (the paper's algorithm 3).
-    `pycode-sbd` is one; `scripts/train.py diffusion --attention causal-prefix` trains others.
+    `pycode-sbd` is one; `scripts/train.py tune --objective sbd` makes others of autoregressive models.
 
     Args:
         gamma: entropy budget of a step, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat.
@@ -84,6 +84,6 @@ def sbd(lm: Any, gamma: NonNegative = 0.35, block_size: Count | None = None) -> 
     adapter = Adapter.of(lm)
     if not adapter.attention.causal or adapter.shift:
         raise ValueError(f"lm: got {adapter.attention}{' with shift' * adapter.shift}, takes causal-prefix attention "
-                         "without shift, as scripts/train.py diffusion --attention causal-prefix trains it")
+                         "without shift, as scripts/train.py tune --objective sbd trains it")
     windows, _ = blocks(adapter, block_size, lm.diffusion.block or 16)
     return MaskedDiffusion(adapter, windows, NegEntropy(), EntropyBound(gamma), caching=FusedCache())

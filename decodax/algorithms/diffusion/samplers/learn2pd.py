@@ -179,9 +179,9 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: Share = 0.9
              end_of_text: bool = True, size: Count | None = None) -> MaskedDiffusion:
     """Unmasks the candidates that a trained filter accepts, and cuts the canvas at the predicted end of the text.
 
-    The shipped models have filters. For another model of text, of any attention,
+    The shipped models have filters. For another model, of any attention, and prompts of the kind that it will answer,
 
-        python scripts/train.py diffusion --preset pycode-diffusion --stage filter --init DIR --output runs/filter
+        python scripts/train.py tune --objective learn2pd --target DIR --data prompts.jsonl --output runs/filter
 
     writes `runs/filter/model/filter.safetensors`.
 
@@ -209,5 +209,6 @@ def _beside(lm: Any) -> Path:
     if directory is None or not (directory / "filter.safetensors").is_file():
         where = directory or "a directory of the model"
         raise ValueError(f"filter: got None, and no filter.safetensors lies in {where}; train one with "
-                         "scripts/train.py diffusion --stage filter --init DIR, or give a Filter or its file's path")
+                         "scripts/train.py tune --objective learn2pd --target DIR --data FILE, or give a Filter or "
+                         "its file's path")
     return Path(directory) / "filter.safetensors"

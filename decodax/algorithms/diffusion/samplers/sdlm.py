@@ -140,10 +140,9 @@ def sdlm(lm: Any, size: Count | None = None, threshold: NonNegative = 0.9,
          ) -> MaskedDiffusion | Speculative:
     """Predicts a few masks after a causal prefix and keeps the longest confident run of them.
 
-    For models with causal-prefix attention. This makes one of `pycode`:
+    For models with causal-prefix attention. This makes one of an autoregressive model, such as `pycode`:
 
-        python scripts/train.py diffusion --preset pycode-diffusion --attention causal-prefix --shift --block 4 \\
-            --output runs/pycode-sdlm
+        python scripts/train.py tune --objective sdlm --target pycode --data pairs.jsonl --output runs/sdlm
 
     Args:
         size: number of positions predicted at once, from the last token and `size - 1` masks. None: the model's block,

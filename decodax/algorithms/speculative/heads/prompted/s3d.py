@@ -40,15 +40,19 @@ def s3d(lm: Any, draft: Any = None, length: Count = 5, mask: Whole | None = None
         draft: a drafter from `decodax.load_drafter`, which says the number of masks and the layers; None: a mask token
             of the target.
         length: without a drafter, the number of drafts on a path, one more than masks.
-        mask: without a drafter, the id of the mask token; None: the model's padding token.
-        skip: without a drafter, the layers that are left out, counted from 0; None: the middle half.
+        mask: without a drafter, the id of the mask token; None: `s3d_mask_token` in the model's `config.json`, or its
+            padding token.
+        skip: without a drafter, the layers that are left out, counted from 0; None: `s3d_skip` there, or the middle
+            half.
         shape: shape of the draft tree; None: a chain.
         verify: the rule that accepts drafts; None: seed-exact.
     """
     if draft is not None:
         source = LookAheadEmbeddings.trained(lm, draft, "s3d")
         return Speculative(source, verify or SeedExact(), shape or Chain(source.longest))
-    mask = lm.pad if mask is None else mask
+    entries = lm.config_entries
+    mask = entries.get("s3d_mask_token", lm.pad) if mask is None else mask
+    skip = entries.get("s3d_skip") if skip is None else skip
     if mask >= lm.vocab_size:
         raise ValueError(f"mask: got {mask}, takes an id below {lm.vocab_size}")
     vectors = embeddings(lm.model, lm.params, jnp.full((1, length - 1), mask, jnp.int32))[0]

@@ -37,11 +37,11 @@ def space(lm: Any, length: Count = 5, mask: Whole | None = None, shape: Shape | 
     Args:
         lm: the target.
         length: number of masks in a group, and of drafts on a path.
-        mask: id of the mask token; None: the model's padding token.
+        mask: id of the mask token; None: `space_mask_token` in the model's `config.json`, or its padding token.
         shape: shape of the draft tree; None: a chain.
         verify: the rule that accepts drafts; None: seed-exact.
     """
-    mask = lm.pad if mask is None else mask
+    mask = lm.config_entries.get("space_mask_token", lm.pad) if mask is None else mask
     if mask >= lm.vocab_size:
         raise ValueError(f"mask: got {mask}, takes an id below {lm.vocab_size}")
     vectors = embeddings(lm.model, lm.params, jnp.full((1, length), mask, jnp.int32))[0]
