@@ -90,7 +90,7 @@ def test_a_fresh_medusa_head_with_its_own_matrix_predicts_what_the_target_does(k
         config = dataclasses.replace(target.model.config, logit_scale=0.5)
         target = dataclasses.replace(target, model=dataclasses.replace(target.model, config=config))
     if kind == "packed":
-        target = target.with_params(pack(target.params, "int8"))
+        target = dataclasses.replace(target, params=pack(target.params, "int8"))
     objective = objective_of("medusa", target, size=DrafterSize(own_head=True))
     first = first_weights(objective, target, jax.random.key(0))
     logits, features = target_outputs(target.model, objective.head, target.params, BATCH, "float32")

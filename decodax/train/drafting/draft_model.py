@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
 import decodax as dx
 from decodax.algorithms.speculative.drafts import AlignedDrafts, MaskedDrafts
 from decodax.algorithms.speculative.drafts.model.pard import config_of, mask_of
-from decodax.algorithms.speculative.drafts.model.pard2 import aligned
+from decodax.algorithms.speculative.drafts.model.pard2 import read_projection
 from decodax.train.drafting.masked import AlignedDraftModel, TunedDraftModel
 from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.tuning.tuned import checked
@@ -103,15 +104,17 @@ def masked_draft(lm: Any, system: str, draft_model: str | None = None, drafts: i
     # as the authors: the last hidden state, and those a quarter, half and three quarters of the layers before it
     depth = lm.model.depth
     states = (-1, *(i for i in dict.fromkeys(-max(depth // 4, 1) * n for n in (1, 2, 3)) if -depth <= i < -1))
-    if start is not None and "pard2_target_layers" in config_of(draft):
-        before = aligned(draft)
-        if before.states != states:
-            raise ValueError(f"start: got {start!r}, which reads the target's hidden states {before.states}, takes one "
-                             f"that reads {states}")
-        objective = AlignedDraftModel(lm.model, drafts or 16, loss or "kl+0.1*hard", states=states, scale=before.scale,
-                                      **given)
-        return MaskedDraft(draft, objective, {"draft": draft.params, "projection": before.projection})
+    config = {} if start is None else config_of(draft)
+    if "pard2_target_layers" in config:
+        if (before := tuple(config["pard2_target_layers"])) != states:
+            raise ValueError(f"start: got {start!r}, which reads the target's hidden states {before}, takes one that "
+                             f"reads {states}")
+        given["scale"] = float(config.get("pard2_scale", AlignedDraftModel.scale))
     objective = AlignedDraftModel(lm.model, drafts or 16, loss or "kl+0.1*hard", states=states, **given)
     read, width = len(states) * lm.model.config.width, draft.model.config.width
-    weight = jax.random.uniform(jax.random.key(seed), (width, read), minval=-1) * read ** -0.5
-    return MaskedDraft(draft, objective, {"draft": draft.params, "projection": {"weight": weight}})
+    projection = {"weight": jax.random.uniform(jax.random.key(seed), (width, read), minval=-1) * read ** -0.5}
+    if "pard2_target_layers" in config:
+        projection = {name: jnp.asarray(x, jnp.float32) for name, x in read_projection(draft.directory).items()}
+        if (found := projection["weight"].shape) != (width, read):
+            raise ValueError(f"start: got {start!r} with a projection of shape {found}, takes {(width, read)}")
+    return MaskedDraft(draft, objective, {"draft": draft.params, "projection": projection})
