@@ -160,7 +160,7 @@ def kept_features(options: Options, objective: Any, batches: corpus.Batches, wei
     if not isinstance(objective, KEEPS):
         raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
                          "states; takes False")
-    decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype")
+    decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype", "start")
     own = hashlib.sha256(json.dumps([options.identity()[name] for name in decides]).encode()).hexdigest()[:16]
     return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,
                         options.dtype, lambda steps, count: track(steps, "features", count, console=console))

@@ -38,6 +38,15 @@ def test_a_drafter_of_every_method_is_one_to_start_from(system, tmp_path):
     assert all(map(np.array_equal, *map(jax.tree.leaves, (first, params))))
 
 
+def test_the_layers_that_a_drafter_reads_stay_those_that_it_was_trained_with(tmp_path):
+    drafter, _, _ = before("eagle-3", tmp_path, SOME)
+    drafter = dataclasses.replace(drafter, head=dataclasses.replace(drafter.head, taps=(1, 0)))
+    assert started(objective_of("eagle-3", lm("llama"), SOME), drafter)[0].head.taps == (1, 0)
+    drafter, _, _ = before("hidden-transfer", tmp_path / "transfer")
+    with pytest.raises(ValueError, match=r"with taps \(.*\), takes one with \(0,\), as the options say"):
+        started(objective_of("hidden-transfer", lm("llama"), size=DrafterSize(at=(0,))), drafter)
+
+
 def test_hass_starts_from_eagle_and_layers_keep_their_own_options(tmp_path):
     drafter, _, _ = before("eagle", tmp_path)
     config = dataclasses.replace(drafter.head.config, context=99)

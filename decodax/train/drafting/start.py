@@ -13,6 +13,7 @@ import numpy as np
 from decodax.io.drafters import TrainedDrafter, load_drafter
 from decodax.models.drafters.block import BlockHead
 from decodax.models.drafters.head import Weights
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead
 from decodax.models.names import flatten
 
 
@@ -33,8 +34,8 @@ def started(objective: Any, drafter: TrainedDrafter) -> tuple[Any, Weights]:
     """Returns the objective of a drafter, and the weights with which its training starts, from a drafter that was
     trained before.
 
-    The options of its decoder layers, such as the number of positions or a norm's epsilon, are those of that drafter;
-    all others have to be the same.
+    The target's layers that it reads, its mask token, and options of its decoder layers such as the number of positions
+    are those of that drafter, since no option of the recipe sets them; all others have to be the same.
 
     Args:
         objective: a result of `objective_of`, with the same number of drafts.
@@ -43,23 +44,26 @@ def started(objective: Any, drafter: TrainedDrafter) -> tuple[Any, Weights]:
     Raises:
         ValueError: a drafter with another network, with weights of other shapes, or with other tokens.
     """
-    head, own = drafter.head, objective.head
+    head: Any = drafter.head
+    own = objective.head
     said = f"start: got {drafter.name!r}"
     if type(head) is not type(own):
         raise ValueError(f"{said} with a {type(head).__name__}, takes one with a {type(own).__name__}")
     if isinstance(head, BlockHead):     # the temperatures of a confidence head are fitted after the training
         head = dataclasses.replace(head, temperatures=own.temperatures)
+    kept = ("mask",) if isinstance(head, HiddenTransferHead) else ("mask", "taps")
     for field in dataclasses.fields(own):
-        theirs, ours = getattr(head, field.name), getattr(own, field.name)
-        if theirs != ours and not dataclasses.is_dataclass(ours):
-            raise ValueError(f"{said} with {field.name} {theirs!r}, takes one with {ours!r}, as the options say")
+        before, now = getattr(head, field.name), getattr(own, field.name)
+        if before != now and field.name not in kept and not dataclasses.is_dataclass(now):
+            raise ValueError(f"{said} with {field.name} {before!r}, takes one with {now!r}, as the options say")
     shapes = {name: x.shape for name, x in flatten(own.abstract_params()).items()}
     found = {name: x.shape for name, x in flatten(drafter.params).items()}
     wrong = [name for name in sorted({*shapes, *found}) if shapes.get(name) != found.get(name)]
     if wrong:
         raise ValueError(f"{said}, whose weight {wrong[0]!r} has the shape {found.get(wrong[0])}, takes "
                          f"{shapes.get(wrong[0])}, as the options say")
-    if not np.array_equal(*(np.asarray([] if ids is None else ids) for ids in (drafter.ids, objective.ids))):
+    theirs, ours = (np.asarray([] if ids is None else ids) for ids in (drafter.ids, objective.ids))
+    if not np.array_equal(theirs, ours):
         raise ValueError(f"{said}, which predicts other tokens than the objective, takes one for the same")
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drafter.params)
     return dataclasses.replace(objective, head=head), params

@@ -70,7 +70,8 @@ class LikeliestPaths(Shape):
         above = np.concatenate([np.arange(w) // k + start for w, k, start in zip(
             widths, self.top, [-1, *first[:-2]], strict=True)])
         g, children = grower.ranked.start(state, room, self.top[0])
-        tokens, score, handed = [], jnp.zeros(()), jnp.zeros((grower.s.batch, 1, 1))
+        tokens: list[Array] = []
+        score, handed = jnp.zeros(()), jnp.zeros((grower.s.batch, 1, 1))
         for depth in range(self.length):
             if depth:
                 slots = np.asarray(1 + above[first[depth - 1]:first[depth]], np.int32)[None]
