@@ -148,9 +148,13 @@ class HiddenTransferHead(ProbesHead):
             None, "embed", None))
         return module
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The layer after which each of the `K` states begins, counted from 0."""
+        return (*self.taps, *self.taps[-1:] * self.heads)[:self.heads]
+
     def inputs(self, weights: Weights, sources: Array) -> tuple[Array | None, Transfer | None]:
-        layers = (*self.taps, *self.taps[-1:] * self.heads)[:self.heads]
-        return None, Transfer(maps=weights["maps"], sources=sources, layers=layers)
+        return None, Transfer(maps=weights["maps"], sources=sources, layers=self.begin)
 
 
 __all__ = ["HiddenTransferHead", "LookAheadHead", "ProbesHead", "PromptTokensHead", "middle"]

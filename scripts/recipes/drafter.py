@@ -21,19 +21,19 @@ from rich.progress import track
 from decodax.io.drafters import TrainedDrafter, save_drafter
 from decodax.models.drafters.block import BlockHead
 from decodax.train import corpus, loop
-from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled, block_acceptances
+from decodax.train.drafting.blocks import AnchoredBlocks, Scheduled
 from decodax.train.drafting.confidence import fit_confidence
 from decodax.train.drafting.draft_model import SYSTEMS as MASKED
 from decodax.train.drafting.draft_model import masked_draft
 from decodax.train.drafting.falcon import Glanced
 from decodax.train.drafting.features import KeptFeatures
 from decodax.train.drafting.joint import JointTarget, joint_settings
-from decodax.train.drafting.measured import NEW, NODES, figures
+from decodax.train.drafting.measured import NEW, NODES, accepted, figures
 from decodax.train.drafting.sizes import DrafterSize
-from decodax.train.drafting.systems import SYSTEMS, first_weights, objective_of
-from decodax.train.drafting.texts import UNITS, examples, source_code, units_of
-from decodax.train.drafting.units import NextUnit
-from decodax.train.drafting.unrolled import Unrolled, acceptances, expected_tokens, frequent_tokens
+from decodax.train.drafting.start import load_start, started
+from decodax.train.drafting.systems import ENTRIES, KEEPS, feature_weight, first_weights, objective_of
+from decodax.train.drafting.texts import examples, predicted_tokens, source_code
+from decodax.train.drafting.unrolled import expected_tokens
 from decodax.train.language_model import token_losses
 from decodax.train.loop import TrainingRun
 from decodax.train.tuning.tuned import checked
@@ -46,40 +46,34 @@ EVAL_WINDOWS, TOGETHER = 24, 8
 """Held-out windows of an evaluation, and those that are evaluated together: the logits of a large vocabulary take
 gigabytes."""
 
-KEEPS = (Unrolled, AnchoredBlocks, Glanced, NextUnit)
-"""Losses of drafters that read the target's hidden states alone, which `--keep-features` keeps."""
-
-ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
-"""The registry entry that takes the drafter of a method, where it has another name."""
-
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
     settings = joint_settings(options.system, options.head_weight, options.target_rate,
                               options.heads_alone) if options.joint else None
-    size = DrafterSize(options.layers, options.mlp, options.above)
+    size = DrafterSize.read(options)
+    feature_weight(options.system, options.hidden_weight)
     if options.system == "specdec":
-        size.of_draft_model("specdec", True)
         return next_block.recipe(options, mesh, console)
     lm = target_of(options) if settings is None else checked(target_of(options))
     if options.system not in MASKED and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
                          "no draft model; takes None")
     draft = masked_draft(lm, options.system, options.draft, options.drafts, options.mask, options.loss, options.seed,
-                         options.dtype, size) if options.system in MASKED else None
+                         options.dtype, size, options.start) if options.system in MASKED else None
     everywhere = NamedSharding(mesh, PartitionSpec())
     frozen = jax.device_put(lm.params, everywhere)
     files = files_of_examples(options, lm, console)
     text = examples(lm, files) if files else source_code(lm, options.corpus)
-    share = 1 if draft is not None else SYSTEMS[options.system].share
-    count = options.draft_vocab or (None if share == 1 else int(share * lm.model.config.vocab))
-    ids = None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)
-    if options.system == "mumo":
-        ids = units_of(lm, text.train, options.draft_vocab or UNITS)
+    start = load_start(options.start, lm, options.draft_vocab) if options.start and draft is None else None
+    ids = predicted_tokens(options.system, lm, text, options.draft_vocab) if start is None else start.ids
     loss = options.loss or ("hard" if options.joint else None)      # heads learn the text's tokens, as in the papers
-    objective: Any = objective_of(options.system, lm, ids, options.drafts, loss, options.dtype, size
-                                  ) if draft is None else draft.objective
+    objective: Any = objective_of(options.system, lm, ids, options.drafts, loss, options.dtype, size,
+                                  options.hidden_weight) if draft is None else draft.objective
     key = jax.random.key(options.seed)
+    first = first_weights(objective, lm, key) if draft is None else draft.first
+    if start is not None:
+        objective, first = started(objective, start)
     joint = None if settings is None else JointTarget.of(lm, objective, settings, options.distill, options.lora, key)
     rows, length = options.batch or 8, options.length or 256
     batches: Any = corpus.Batches(text.train, rows, length, options.seed, options.keep_features)
@@ -90,20 +84,17 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
 
     parts = [loop.place_batch(windows[at:at + TOGETHER], mesh) for at in range(0, EVAL_WINDOWS, TOGETHER)]
 
-    def accepted(params: Any, shipped: Any = None) -> np.ndarray:
+    def measured(params: Any, shipped: Any = None) -> np.ndarray:
         weights = frozen
         if joint is not None:
             weights, params = shipped or joint.weights(params[0], frozen), params[1]
-        if not isinstance(objective, Unrolled):
-            return np.mean([block_acceptances(objective, weights, params, part) for part in parts], 0)
-        return np.mean([acceptances(lm.model, objective.head, weights, params, part, objective.steps, table)
-                        for part in parts], 0)
+        return accepted(objective, weights, params, parts)
 
     def held_loss(weights: Any) -> float:
         return float(np.mean([token_losses(lm.model, weights, part) for part in parts]))
 
     def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
-        found = accepted(params)
+        found = measured(params)
         return {"expected_tokens": expected_tokens(found), **{f"held_out_{j + 1}": float(x) for j, x in
                                                                enumerate(found)},
                 **({} if joint is None else {"target_cross_entropy": held_loss(joint.weights(params[0], frozen))})}
@@ -120,7 +111,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             source, longest = draft.source(own), objective.steps
         drafts, found = min(4, longest or 4), figures(now, source, text, longest)
         stored = None if joint is None else jax.device_put(now.params, everywhere)
-        by_depth = [round(float(x), 4) for x in accepted(exact, stored)]
+        by_depth = [round(float(x), 4) for x in measured(exact, stored)]
         facts |= {"system": options.system, "target": options.target, "accepted": by_depth, "drafts": drafts, **found}
         told, call = {}, f'`{options.target}`: `dx.generate("{options.target}"'
         what = f"drafter of the method `{options.system}` for {call}"
@@ -144,7 +135,6 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                    "own token included.", ", python, speculative-decoding", "" if joint else "apache-2.0")
         return f"{found['greedy']} tokens a forward on held-out text, greedy, in a chain of {drafts}"
 
-    first = first_weights(objective, lm, key) if draft is None else draft.first
     if joint is not None:
         return Recipe((joint.start, first), joint.loss, lambda run: batches[run.step], lambda batch: rows * length,
                       evaluate, finish, extra=lambda run: joint.inputs(frozen, run.step), rounded=joint.rounded,
@@ -165,7 +155,7 @@ def kept_features(options: Options, objective: Any, batches: corpus.Batches, wei
     if not isinstance(objective, KEEPS):
         raise ValueError(f"keep_features: got True for {options.system!r}, which reads more of the target than hidden "
                          "states; takes False")
-    decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype")
+    decides = ("system", "target", "widen", "data", "own_chats", "corpus", "seed", "length", "dtype", "start")
     own = hashlib.sha256(json.dumps([options.identity()[name] for name in decides]).encode()).hexdigest()[:16]
     return KeptFeatures(options.output / f"features-{own}.bin", batches, objective.target, objective.head, weights,
                         options.dtype, lambda steps, count: track(steps, "features", count, console=console))

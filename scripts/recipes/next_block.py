@@ -1,13 +1,12 @@
 """The drafter of SpecDec and GAD: an encoder-decoder that predicts the next block at mask tokens, trained on pairs of a
 source and what the target writes for it.
 
-It begins as the target's encoder and the first two layers of its decoder. Finished, it is a model that `decodax.load`
-loads.
+It begins as the target's encoder and the first two layers of its decoder, or `--encoder-layers` and `--layers`.
+Finished, it is a model that `decodax.load` loads.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from rich.console import Console
 
 import decodax as dx
 from decodax.models import EncoderDecoder, EncoderText
-from decodax.train.drafting.next_block import NextBlock, pairs_of, shallow
+from decodax.train.drafting.next_block import NextBlock, as_model, load_shallow, pairs_of, shallow
+from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.drafting.unrolled import expected_tokens
 from decodax.train.tuning import ExampleBatches, read_examples
 from recipes.cards import files_of, write_card, write_facts
@@ -40,12 +40,17 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     lm = dx.load(options.target, dtype="float32")
     if not isinstance(lm.model, EncoderDecoder) or lm.model.config.features is not None or lm.start is None:
         raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}; takes an encoder-decoder of text")
-    count, mask = options.drafts or BLOCK, lm.pad if options.mask is None else options.mask
+    count, mask = options.drafts or BLOCK, options.mask
     pairs = pairs_of(read_examples([Path(file) for file in options.data], lm), lm.start, options.length or 256)
     out = np.arange(len(pairs[0])) % EVERY == EVERY - 1
     used = tuple(x[~out] for x in pairs)
     held = tuple(jnp.asarray(x[out if out.any() else ~out][:MOST]) for x in pairs)
-    network, first = shallow(lm.model, lm.params)
+    size = DrafterSize.read(options)
+    size.check_only("specdec", "layers", "encoder_layers")
+    network, first = shallow(lm.model, lm.params, size.layers, size.encoder_layers)
+    if options.start:
+        first, mask = load_shallow(options.start, network, options.mask)
+    mask = lm.pad if mask is None else mask
     objective = NextBlock(network, count, mask, options.dtype)
     batches = ExampleBatches(used, options.batch or 8, options.seed)
     measure = jax.jit(objective)
@@ -60,10 +65,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                 **{f"held_out_{k + 1}": float(x) for k, x in enumerate(found)}}
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
-        depth = "num_decoder_layers" if "num_layers" in lm.config_entries else "decoder_layers"
-        entries = {**lm.config_entries, depth: network.config.decoder.layers, "mask_token_id": mask}
-        made = dataclasses.replace(lm, model=EncoderDecoder(network.config), directory=None, entries=entries,
-                                   params=jax.tree.map(np.asarray, shipped))
+        made = as_model(lm, network, shipped, mask)
         dx.save(made, target)
         own = made.with_params(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), exact))
         said = dx.generate(lm, [[]] * len(held[0]), inputs=EncoderText(tokens=held[0], length=held[1]),

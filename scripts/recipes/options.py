@@ -38,13 +38,12 @@ class Preset:
 _TINY = {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp": 64}
 _SHORT = dict(batch=16, peak=1e-2, warmup=5, minutes=0.2)
 
-STACKED = ("medusa", "hydra", "mlp-speculator", "blockwise-parallel")
-"""Drafters of small heads without attention."""
+DRAFTERS = """eagle-3 eagle hass fastmtp medusa hydra mlp-speculator blockwise-parallel hydra-plus-plus clover clover-2
+chimera ppd pass s3d hidden-transfer falcon dflash dspark domino dflash2 xpress jetspec glide longspec
+mixture-of-attentions p-eagle pard pard-2 mumo specdec""".split()
 
-SEQUENTIAL = ("hydra-plus-plus", "clover", "clover-2", "chimera")
-"""Drafters of small heads that read the drafted tokens, after or beside decoder layers."""
-
-PEAKS = dict.fromkeys(STACKED, 2e-3) | dict.fromkeys(("ppd", "pass", "s3d"), 1e-2)
+PEAKS = dict.fromkeys(("medusa", "hydra", "mlp-speculator", "blockwise-parallel"), 2e-3) | dict.fromkeys(
+    ("ppd", "pass", "s3d"), 1e-2)
 """Learning rates of drafters, where not 1e-3."""
 
 TUNED: dict[str, dict[str, Any]] = {
@@ -89,10 +88,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
         dict(steps=1500, peak=3e-3, warmup=200, weight_decay=0.05, problems=200, devices=1))},
     "drafter": {system: Preset(dict(batch=8, length=256, warmup=60, minutes=12.0, weight_decay=0.0,
                                     peak=PEAKS.get(system, 1e-3)))
-                for system in ("eagle-3", "eagle", "hass", "fastmtp", *STACKED, *SEQUENTIAL, "ppd", "pass", "s3d",
-                               "hidden-transfer", "falcon", "dflash", "dspark", "domino", "dflash2", "xpress",
-                               "jetspec", "glide", "longspec", "mixture-of-attentions", "p-eagle", "pard", "pard-2",
-                               "mumo", "specdec")},
+                for system in DRAFTERS},
     "tune": {objective: Preset(dict(batch=8, length=256, peak=1e-4, warmup=50, steps=1000, weight_decay=0.0) | more)
              for objective, more in TUNED.items()},
 }
@@ -135,9 +131,9 @@ class Options:
         "that knows if it is right (learn2pd)",
         only="tune", choices=tuple(TUNED))
     data: tuple[str, ...] = _option('files of examples: .jsonl with {"prompt", "target"}, {"messages"}, {"messages", '
-                                    '"text"} or {"text"} in a line, or plain text; or python-docs, the topics of '
-                                    "help(), or python-questions on them (default of drafter: --corpus; specdec needs "
-                                    "pairs)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
+                                    '"text"}, {"text"} or, for specdec, {"source", "text"} in a line, or plain text; '
+                                    "or python-docs, the topics of help(), or python-questions on them (default of "
+                                    "drafter: --corpus)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
     own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
@@ -191,18 +187,26 @@ class Options:
                                 "quarter of the target's layers)", only="drafter")
     draft_vocab: int | None = _option("number of tokens that it predicts, the most frequent ones (default: all; "
                                       "eagle-3: a quarter), or of words (mumo: 4096)", only="drafter")
-    layers: int | None = _option("its decoder layers, or residual blocks of medusa and hydra; pard: the "
-                                 "first layers of the target (default: as the method)", only="drafter")
-    mlp: int | None = _option("width of the MLPs of its layers, or units of a head of blockwise-parallel and mumo",
-                              only="drafter")
+    layers: int | None = _option("its decoder layers, or residual blocks of medusa and hydra; pard: the first layers "
+                                 "of the target (default: as the method)", only="drafter")
+    encoder_layers: int | None = _option("specdec: its encoder layers (default: as the target)", only="drafter")
+    mlp: int | None = _option("width of the MLPs of its layers, units of a head of blockwise-parallel and mumo, or "
+                              "width of the state of mlp-speculator with --own-head", only="drafter")
+    own_head: bool = _option("medusa, hydra, chimera, mlp-speculator: vocabulary matrices of its own", False, "drafter")
+    tied: bool = _option("mlp-speculator: the steps share all weights but the first projection", False, "drafter")
+    scale_input: bool = _option("mlp-speculator: normalise the target's hidden state", False, "drafter")
+    ensemble: int | None = _option("ppd: embeddings of each prompt token (default: 1)", only="drafter")
+    at: tuple[int, ...] | None = _option("hidden-transfer: layers, from 0, after which its states begin (default: the "
+                                         "middle)", None, "drafter", nargs="+", type=int, metavar="LAYER")
+    hidden_weight: float | None = _option("weight of the distance to the target's hidden states in losses that have it "
+                                          "(default: that of the method; hidden-transfer: 0)", only="drafter")
+    start: str | None = _option("directory of a finished drafter of the same size, to train it further", only="drafter")
     above: int | None = _option("mixture-of-attentions: the target's last layers that run after it", only="drafter")
     joint: bool = _option("medusa, blockwise-parallel: train the target, too", False, "drafter")
-    head_weight: float | None = _option("--joint: weight of the heads' losses (default: medusa 0.2, else 1)",
-                                        only="drafter")
+    head_weight: float | None = _option("--joint: weight of the heads' losses (medusa 0.2, else 1)", only="drafter")
     target_rate: float | None = _option("--joint: learning rate of the target, relative to --peak (default: medusa "
                                         "0.25, else 1)", only="drafter")
-    heads_alone: int | None = _option("--joint: first steps in which the heads learn alone (default: medusa 200, else "
-                                      "0)", only="drafter")
+    heads_alone: int | None = _option("--joint: first steps of the heads alone (medusa 200, else 0)", only="drafter")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
                                 only="diffusion", choices=tuple(STAGES))
@@ -357,7 +361,7 @@ class Options:
         changed = {k: v for k, v in self.identity().items() if k not in always and v != default[k]}
         changed = {**({"stage": self.stage} if self.stage else {}), **changed}
         # a run that continues another one's weights cannot lie in its directory
-        if timed and self.init and self.output != plain.output and not self.output.is_absolute():
+        if timed and (self.init or self.start) and self.output != plain.output and not self.output.is_absolute():
             changed["output"] = self.output.as_posix()
         words = ["python", "scripts/train.py", self.recipe]
         for name, value in {**always, **changed}.items():
@@ -394,6 +398,5 @@ class GrpoOptions:
 
 def from_arguments(args: argparse.Namespace) -> Options:
     """Returns the options of parsed arguments; `args.command` names the recipe."""
-    given = {f.name: getattr(args, f.name) for f in options_of(args.command)}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return Options(recipe=args.command, **given)
+    given = ((f.name, getattr(args, f.name)) for f in options_of(args.command))
+    return Options(recipe=args.command, **{k: tuple(v) if isinstance(v, list) else v for k, v in given})

@@ -14,6 +14,7 @@ from decodax.core.window import Window, bidirectional
 from decodax.io.saving import save_encoder_decoder
 from decodax.models.drafters.mask_predictor import MaskPredictor
 from decodax.models.inputs import EncoderText
+from decodax.models.names import flatten
 from decodax.train.drafting.blocks import key_of
 from decodax.train.drafting.next_block import NextBlock, pairs_of, predicted, shallow
 from decodax.train.tuning import Example
@@ -85,6 +86,22 @@ def drafter(tmp_path_factory):
     with pytest.raises(ValueError, match=r"^config: as a bart configuration it describes another model"):
         save_encoder_decoder(path, network, weights, {**ENTRIES, "decoder_layers": 2})
     return dx.load(path)
+
+
+@pytest.mark.parametrize("case", ["bart", "t5-1.0"])
+def test_stacks_of_other_depths_begin_as_the_targets_layers(case):
+    lm = loaded(case)       # of 3 and 2 layers
+    for depths, encoder, decoder in (((None, None), [0, 1, 2], [0, 1]), ((1, 5), [0, 0, 1, 1, 2], [0]),
+                                     ((4, 2), [0, 1], [0, 0, 1, 1])):
+        network, weights = shallow(lm.model, lm.params, *depths)
+        own, target = flatten(weights), flatten(lm.params)
+        shapes = flatten(jax.eval_shape(network.init_params, jax.random.key(0)))
+        assert {name: x.shape for name, x in own.items()} == {name: x.shape for name, x in shapes.items()}
+        for stack, layers in (("encoder", encoder), ("decoder", decoder)):
+            for i, layer in enumerate(layers):
+                kernel = f"{stack}.layers.{{}}.attn.q.kernel"
+                assert np.array_equal(own[kernel.format(i)], target[kernel.format(layer)])
+        assert all(np.array_equal(x, target[name]) for name, x in own.items() if ".layers." not in name)
 
 
 @pytest.mark.wide

@@ -174,17 +174,53 @@ def test_recurrent_and_block_heads_learn(options: Options, system: str, tmp_path
     assert f"method `{system}`" in (tmp_path / "model" / "README.md").read_text()
 
 
+@pytest.mark.wide
+def test_heads_with_their_own_matrices_are_trained_further_with_the_target_and_after_a_kill(
+        options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decodax.train.drafting.measured.NEW", 8)
+    monkeypatch.setattr("decodax.train.drafting.texts.PROMPTS", 2)
+    first = replace(options, own_head=True, drafts=2, steps=3, decay_from=2, output=tmp_path / "first")
+    program.train(first, console=QUIET)
+    lm = dx.load(options.target, dtype="float32")
+    heads = dx.load_drafter(first.output / "model", lm)
+    assert heads.head.own_head and heads.head.heads == 2
+    second = replace(first, joint=True, heads_alone=1, peak=1e-30, start=str(first.output / "model"), steps=12,
+                     decay_from=8, output=tmp_path / "second")
+    run = program.train(second, console=QUIET)
+    for x, y in zip(jax.tree.leaves(run.params[1]), jax.tree.leaves(heads.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)         # with hardly any steps they are what they began as
+    command = second.command(12, 8)
+    assert f"--own-head --start {second.start}" in command and "--joint" in command
+    both = dx.load(second.output / "model", dtype="float32")
+    plain, out = (dx.generate(both, "def f(self):", max_new_tokens=12, eos_token_id=[], **more)
+                  for more in ({}, {"algorithm": "medusa"}))
+    assert np.array_equal(out.tokens, plain.tokens)
+    whole = program.train(replace(second, joint=False, heads_alone=None, peak=1e-2, output=tmp_path / "third"),
+                          console=QUIET)
+    again, steps = resumed(replace(second, joint=False, heads_alone=None, peak=1e-2), tmp_path / "killed", 8)
+    assert steps == list(range(6, 13)) and same(again.params, whole.params)     # the checkpoint, not the start
+    with pytest.raises(ValueError, match=r"^start: got '.*' with heads 2, takes one with 4, as the options say"):
+        program.train(replace(second, joint=False, heads_alone=None, drafts=4, output=tmp_path / "other"),
+                      console=QUIET)
+
+
+def encoder_decoder(directory: Path, words: list[str]) -> Path:
+    """A directory with a T5 of 2 and 3 layers with random weights, whose tokens are words."""
+    special = ["<pad>", "</s>"]
+    tokenizer = word_tokenizer({w: i for i, w in enumerate([*special, *words])}, special)
+    config = dict(model_type="t5", vocab_size=2 + len(words), d_model=16, d_kv=8, d_ff=24, num_layers=2,
+                  num_decoder_layers=3, num_heads=2, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    network = EncoderDecoder(read_encoder_decoder(config, ()))
+    target = save(tokenizer, directory, tokenizer_config={"eos_token": "</s>", "pad_token": "<pad>"},
+                  generation_config={"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0})
+    save_encoder_decoder(target, network, network.init_params(jax.random.key(0)), config)
+    return target
+
+
 @pytest.mark.full
 def test_a_non_autoregressive_drafter_learns_from_pairs(options: Options, tmp_path: Path) -> None:
     words = [f"w{i}" for i in range(20)]
-    special = ["<pad>", "</s>"]
-    tokenizer = word_tokenizer({w: i for i, w in enumerate([*special, *words])}, special)
-    config = dict(model_type="t5", vocab_size=22, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=3,
-                  num_heads=2, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
-    network = EncoderDecoder(read_encoder_decoder(config, ()))
-    target = save(tokenizer, tmp_path / "target", tokenizer_config={"eos_token": "</s>", "pad_token": "<pad>"},
-                  generation_config={"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0})
-    save_encoder_decoder(target, network, network.init_params(jax.random.key(0)), config)
+    target = encoder_decoder(tmp_path / "target", words)
     draw = np.random.default_rng(0).integers(0, 20, (24, 6))
     lines = [json.dumps({"prompt": " ".join(words[i] for i in row), "target": " ".join(words[i] for i in row[::-1])})
              for row in draw]
@@ -204,6 +240,43 @@ def test_a_non_autoregressive_drafter_learns_from_pairs(options: Options, tmp_pa
     assert np.array_equal(out.tokens, plain.tokens)
     with pytest.raises(ValueError, match=r"^target: got .* takes an encoder-decoder of text"):
         program.train(replace(own, target=options.target, output=tmp_path / "other"), console=QUIET)
+
+
+@pytest.mark.wide
+def test_a_deep_encoder_and_a_shallow_decoder_learn_from_answers_of_the_target_and_further(tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(20)]
+    target = encoder_decoder(tmp_path / "target", words)
+    lines = [json.dumps({"id": i, "source": f"w{i} w{i + 1}", "text": f"w{i + 1} w{i}", "status": "eos"})
+             for i in range(16)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
+    own = Options(recipe="drafter", system="specdec", target=str(target), data=(str(tmp_path / "answers.jsonl"),),
+                  length=8, drafts=2, steps=3, warmup=1, batch=4, layers=1, encoder_layers=4, mask=3, peak=1e-3,
+                  eval_every=50, save_every=50, devices=1, output=tmp_path / "run")
+    run = program.train(own, console=QUIET)
+    made = dx.load(tmp_path / "run" / "model", dtype="float32")
+    assert (made.model.config.encoder.layers, made.model.config.decoder.layers) == (4, 1)
+    again = program.train(replace(own, start=str(tmp_path / "run" / "model"), mask=None, peak=1e-30,
+                                  output=tmp_path / "again"), console=QUIET)
+    for x, y in zip(jax.tree.leaves(again.params), jax.tree.leaves(run.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-3)      # stored in bfloat16
+    facts = json.loads((tmp_path / "again" / "model" / "config.json").read_text())
+    assert facts["mask_token_id"] == 3
+    for more, words_of in (({"mask": 4}, "mask: got 4, and '.*' was trained with 3"),
+                           ({"layers": 2, "mask": None}, "start: got '.*', a model of another shape; takes an "),
+                           ({"mlp": 8}, "mlp: got 8, 'specdec' takes none")):
+        with pytest.raises(ValueError, match=f"^{words_of}"):
+            program.train(replace(own, start=str(tmp_path / "run" / "model"), output=tmp_path / "other", **more),
+                          console=QUIET)
+
+
+def test_a_source_is_a_prompt_for_an_encoder_decoder_and_a_note_for_a_decoder(lm: dx.LM, tmp_path: Path) -> None:
+    target = dx.load(encoder_decoder(tmp_path / "target", ["w0", "w1", "w2"]))
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"id": 0, "source": "w0 w1", "text": "w2"}))
+    assert read_pairs([tmp_path / "answers.jsonl"], target) == [("w0 w1", "w2")]
+    assert read_pairs([tmp_path / "answers.jsonl"], lm) == [(None, "w2")]
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"source": "w0 w1"}))
+    with pytest.raises(ValueError, match='for an encoder-decoder with "source" and "text"'):
+        read_pairs([tmp_path / "answers.jsonl"], target)
 
 
 @pytest.mark.wide

@@ -114,7 +114,8 @@ def read_hydra(tensors: Tensors, dtype: Any, target: DecoderConfig | None = None
 
 
 def read_mlp_speculator(tensors: Tensors, dtype: Any) -> tuple[MLPSpeculatorHead, Any]:
-    """Returns an MLP speculator (`model_type` "mlp_speculator"); tied weights are repeated in the file."""
+    """Returns an MLP speculator (`model_type` "mlp_speculator"); tied weights are repeated in the file. `n_candidates`
+    and `top_k_tokens_per_head` do not belong to the network: the entry `mlp-speculator` takes them as options."""
     config = tensors.config
     heads, tied = int(config["n_predict"]), bool(config.get("tie_weights", False))
     inner = int(config.get("inner_dim") or config["emb_dim"])

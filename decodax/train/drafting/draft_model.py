@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
 import decodax as dx
 from decodax.algorithms.speculative.drafts import AlignedDrafts, MaskedDrafts
+from decodax.algorithms.speculative.drafts.model.pard import config_of, mask_of
+from decodax.algorithms.speculative.drafts.model.pard2 import read_projection
 from decodax.train.drafting.masked import AlignedDraftModel, TunedDraftModel
 from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.tuning.tuned import checked
@@ -59,7 +62,7 @@ class MaskedDraft:
 
 def masked_draft(lm: Any, system: str, draft_model: str | None = None, drafts: int | None = None,
                  mask: int | None = None, loss: str | None = None, seed: int = 0, dtype: str = "float32",
-                 size: DrafterSize = DrafterSize()) -> MaskedDraft:
+                 size: DrafterSize = DrafterSize(), start: str | None = None) -> MaskedDraft:
     """Returns a draft model to tune, with its loss.
 
     Args:
@@ -72,11 +75,17 @@ def masked_draft(lm: Any, system: str, draft_model: str | None = None, drafts: i
         seed: seed of the projection of PARD-2.
         dtype: dtype of the computation.
         size: number of the target's first layers; None: a quarter.
+        start: directory of a draft model that was tuned before, with its mask token and projection; None: none.
 
     Raises:
-        ValueError: it cannot be trained, has another vocabulary than the target, or a size that it does not have.
+        ValueError: it cannot be trained, has another vocabulary than the target, or a size that it does not have; or
+            `start` is given beside a draft model, or was tuned with another mask token or other hidden states.
     """
-    layers = size.of_draft_model(system, draft_model is not None) or max(lm.model.depth // 4, 1)
+    if start is not None and draft_model is not None:
+        raise ValueError(f"start: got {start!r} and the draft model {draft_model!r}, takes one of them")
+    draft_model = draft_model or start
+    size.check_only(system, *(() if draft_model is not None else ("layers",)))
+    layers = size.layers or max(lm.model.depth // 4, 1)
     if layers > lm.model.depth:
         raise ValueError(f"layers: got {layers}, takes at most the {lm.model.depth} of {lm.name!r}")
     draft = checked(dx.train.sub_model(lm, layers) if draft_model is None else
@@ -84,13 +93,28 @@ def masked_draft(lm: Any, system: str, draft_model: str | None = None, drafts: i
     if draft.vocab_size != lm.vocab_size:
         raise ValueError(f"draft: got {draft_model!r} with {draft.vocab_size} logits; takes a model with the "
                          f"{lm.vocab_size} of {lm.name!r}")
+    if start is not None:
+        known = mask_of(draft, None, "pard_token")
+        if mask not in (None, known):
+            raise ValueError(f"mask: got {mask}, and {start!r} was tuned with {known}; takes that one")
+        mask = known
     given: dict[str, Any] = dict(dtype=dtype, draft=draft.model, mask=lm.pad if mask is None else mask)
     if system == "pard":
         return MaskedDraft(draft, TunedDraftModel(lm.model, drafts or 8, loss or "hard", **given), draft.params)
     # as the authors: the last hidden state, and those a quarter, half and three quarters of the layers before it
     depth = lm.model.depth
     states = (-1, *(i for i in dict.fromkeys(-max(depth // 4, 1) * n for n in (1, 2, 3)) if -depth <= i < -1))
+    config = {} if start is None else config_of(draft)
+    if "pard2_target_layers" in config:
+        if (before := tuple(config["pard2_target_layers"])) != states:
+            raise ValueError(f"start: got {start!r}, which reads the target's hidden states {before}, takes one that "
+                             f"reads {states}")
+        given["scale"] = float(config.get("pard2_scale", AlignedDraftModel.scale))
     objective = AlignedDraftModel(lm.model, drafts or 16, loss or "kl+0.1*hard", states=states, **given)
     read, width = len(states) * lm.model.config.width, draft.model.config.width
-    weight = jax.random.uniform(jax.random.key(seed), (width, read), minval=-1) * read ** -0.5
-    return MaskedDraft(draft, objective, {"draft": draft.params, "projection": {"weight": weight}})
+    projection = {"weight": jax.random.uniform(jax.random.key(seed), (width, read), minval=-1) * read ** -0.5}
+    if "pard2_target_layers" in config:
+        projection = {name: jnp.asarray(x, jnp.float32) for name, x in read_projection(draft.directory).items()}
+        if (found := projection["weight"].shape) != (width, read):
+            raise ValueError(f"start: got {start!r} with a projection of shape {found}, takes {(width, read)}")
+    return MaskedDraft(draft, objective, {"draft": draft.params, "projection": projection})

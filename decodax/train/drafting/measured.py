@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 import decodax as dx
 from decodax.algorithms.speculative import Speculative
@@ -12,7 +15,9 @@ from decodax.algorithms.speculative.trees import Chain, ConfidenceTree
 from decodax.io.drafters import TrainedDrafter
 from decodax.models.drafters.prompt_tokens import LookAheadHead
 from decodax.models.drafters.units import UnitHead
+from decodax.train.drafting.blocks import block_acceptances
 from decodax.train.drafting.texts import Text
+from decodax.train.drafting.unrolled import Unrolled, acceptances, table_of
 
 NODES, NEW = 24, 96
 """Drafts of the tree that a drafter is measured with, the most likely ones, and tokens that are decoded."""
@@ -42,4 +47,14 @@ def tokens_a_forward(lm: Any, drafter: TrainedDrafter | Source, text: Text, shap
     return out.stats.tokens_per_forward / passes
 
 
-__all__ = ["NEW", "NODES", "figures", "tokens_a_forward"]
+def accepted(objective: Any, weights: Any, params: Any, parts: Sequence[Any]) -> np.ndarray:
+    """Returns the mean probability that each draft of a round is accepted at temperature 1, `f32[K]`, on texts `i32[B,
+    T]` in several parts, if all drafts before it are the text's tokens. `objective` is the drafter's loss, `weights`
+    are the target's, `params` the drafter's."""
+    if not isinstance(objective, Unrolled):
+        return np.mean([block_acceptances(objective, weights, params, part) for part in parts], 0)
+    return np.mean([acceptances(objective.target, objective.head, weights, params, part, objective.steps,
+                                table_of(objective.ids)) for part in parts], 0)
+
+
+__all__ = ["NEW", "NODES", "accepted", "figures", "tokens_a_forward"]

@@ -8,6 +8,7 @@ block it predicts wrongly, the more it is shown in a second pass, which learns t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.io.load import LM, load
 from decodax.models.drafters.mask_predictor import MaskPredictor, masked_block
 from decodax.models.encoder_decoder.network import EncoderDecoder
 from decodax.models.inputs import EncoderText
@@ -31,6 +33,10 @@ Tree = Any
 Batch = tuple[Array, Array, Array, Array]
 """The sources `i32[B, S]`, the numbers of their tokens `i32[B]`, the texts `i32[B, T]`, which begin with the token that
 the decoder begins with, and the numbers of their tokens, at least 2."""
+
+
+MASK = "mask_token_id"
+"""The entry of a drafter's `config.json` with the id of its mask token."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +120,71 @@ def predicted(network: MaskPredictor, params: Tree, batch: Batch, place: Array, 
     return out.logits(at), jnp.where(at < length[:, None], labels, -1)
 
 
-def shallow(target: EncoderDecoder, weights: Tree, layers: int = 2) -> tuple[MaskPredictor, Tree]:
-    """Returns a drafter with the target's encoder and the first layers of its decoder, and the weights with which its
-    training starts, those of the target (float32)."""
-    decoder = target.config.decoder
-    config = replace(target.config, decoder=replace(decoder, layers=min(layers, decoder.layers)))
-    kept = {name: jnp.asarray(x, jnp.float32) for name, x in flatten(weights).items()
-            if not name.startswith("decoder.layers.") or int(name.split(".")[2]) < config.decoder.layers}
+def shallow(target: EncoderDecoder, weights: Tree, layers: int | None = None,
+            encoder_layers: int | None = None) -> tuple[MaskPredictor, Tree]:
+    """Returns a drafter of an encoder and a decoder like the target's, and the weights with which its training starts,
+    those of the target (float32). Fewer layers than the target's are its first ones; more begin as copies of them, each
+    before the next one: the papers' drafters have deep encoders, and how they begin was not at hand.
+
+    Args:
+        target: the target.
+        weights: its weights.
+        layers: number of decoder layers; None: 2, or as many as the target has.
+        encoder_layers: number of encoder layers; None: as the target.
+    """
+    c = target.config
+    theirs = {"decoder": c.decoder.layers, "encoder": c.encoder.layers}
+    own = {"decoder": layers or min(2, c.decoder.layers), "encoder": encoder_layers or c.encoder.layers}
+    config = replace(c, decoder=replace(c.decoder, layers=own["decoder"]),
+                     encoder=replace(c.encoder, layers=own["encoder"]))
+    kept: dict[str, Array] = {}
+    for name, x in flatten(weights).items():
+        found = re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)", name)
+        names = [name]
+        if found is not None:
+            stack, layer, part = found.groups()
+            count = own[stack]
+            names = [f"{stack}.layers.{i}.{part}" for i in range(count)
+                     if i * min(theirs[stack], count) // count == int(layer)]
+        kept |= dict.fromkeys(names, jnp.asarray(x, jnp.float32))
     return MaskPredictor(config), nested(kept)
+
+
+def load_shallow(directory: str, network: MaskPredictor, mask: int | None = None) -> tuple[Tree, int | None]:
+    """Returns the weights (float32) of a drafter in a directory, to train it further, and its mask token.
+
+    Args:
+        directory: a directory that `save_shallow` wrote.
+        network: the drafter's network.
+        mask: id of the mask token; None: that of the directory.
+
+    Raises:
+        ValueError: a drafter of another shape, or with another mask token.
+    """
+    lm = load(directory, dtype="float32")
+    if not isinstance(lm.model, EncoderDecoder) or lm.model.config != network.config:
+        raise ValueError(f"start: got {directory!r}, a model of another shape; takes an encoder-decoder with "
+                         f"{network.config.encoder.layers} and {network.config.decoder.layers} layers like the target")
+    known = lm.config_entries.get(MASK)
+    if mask is not None and known not in (None, mask):
+        raise ValueError(f"mask: got {mask}, and {directory!r} was trained with {known}; takes that one")
+    return lm.params, known if mask is None else mask
+
+
+def as_model(lm: LM, network: MaskPredictor, weights: Tree, mask: int) -> LM:
+    """Returns a drafter as a model that `decodax.save` writes.
+
+    Args:
+        lm: the target.
+        network: the drafter's network.
+        weights: its weights.
+        mask: the mask token's id.
+    """
+    t5 = "num_layers" in lm.config_entries
+    names = ("num_layers", "num_decoder_layers") if t5 else ("encoder_layers", "decoder_layers")
+    depths = dict(zip(names, (network.config.encoder.layers, network.config.decoder.layers), strict=True))
+    return replace(lm, model=EncoderDecoder(network.config), directory=None, params=jax.tree.map(np.asarray, weights),
+                   entries={**lm.config_entries, **depths, MASK: mask})
 
 
 def pairs_of(examples: Sequence[Example], start: int, longest: int) -> tuple[np.ndarray, ...]:
@@ -144,4 +207,4 @@ def pairs_of(examples: Sequence[Example], start: int, longest: int) -> tuple[np.
     return tuple(found)
 
 
-__all__ = ["NextBlock", "pairs_of", "predicted", "shallow"]
+__all__ = ["NextBlock", "as_model", "load_shallow", "pairs_of", "predicted", "shallow"]

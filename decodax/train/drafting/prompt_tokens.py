@@ -9,6 +9,7 @@ Bharadwaj, 2024).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from decodax.core.types import Out, logits_of
 from decodax.core.window import Window, causal
 from decodax.models.drafters.block_training import random_anchors
 from decodax.models.drafters.head import Weights
-from decodax.models.drafters.prompt_tokens import LookAheadHead, ProbesHead
+from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadHead, ProbesHead
 from decodax.train.drafting.blocks import key_of
 from decodax.train.drafting.losses import loss_of
 from decodax.train.drafting.unrolled import acceptance
@@ -43,6 +44,12 @@ class InsertedPrompts:
         loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         decay: the loss of the `j`-th probe, from 0, has the weight `decay ** j`.
         dtype: dtype of the computation.
+        features: weight of the mean squared distance between a pseudo hidden state and the state that the target has
+            after the same layer at the token that it stands for (hidden transfer). Wu et al. add it to the divergence
+            as an option; that it counts at the layer where a state begins alone is our choice.
+
+    Raises:
+        ValueError: `features` is not 0 for probes without hidden states of their own.
     """
 
     target: Any
@@ -52,6 +59,12 @@ class InsertedPrompts:
     decay: float = 0.8
     dtype: str = "float32"
     ids: None = None
+    features: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.features and not isinstance(self.head, HiddenTransferHead):
+            raise ValueError(f"features: got {self.features} for a {type(self.head).__name__}, whose probes are "
+                             "embeddings; takes 0")
 
     @property
     def steps(self) -> int:
@@ -68,13 +81,16 @@ class InsertedPrompts:
             extra: the target's weights.
         """
         n, ahead = self.steps, isinstance(self.head, LookAheadHead)
-        truth, own, labels, live = self.compared(params, batch[:, :-1], extra)
+        truth, own, labels, live, far = self._outputs(params, batch[:, :-1], extra)
         count = lambda x: jnp.where(live, x, 0).reshape(len(batch), -1, n).sum((0, 1))
         many = jnp.maximum(count(1.0), 1)
         scalars = {f"accepted_{j + 1}": x for j, x in enumerate(count(acceptance(truth, own)) / many)}
         shares = self.decay ** jnp.arange(n - ahead)
         shares = jnp.pad(shares / shares.sum(), (ahead, 0))     # the newest token's draft has nothing to learn
-        loss = (count(loss_of(self.loss)(truth, own, labels)) / many * shares).sum()
+        each = loss_of(self.loss)(truth, own, labels)
+        if self.features:
+            each = each + self.features * far()
+        loss = (count(each) / many * shares).sum()
         return loss, {"loss": loss, **scalars}
 
     def compared(self, params: Tree, tokens: Array, extra: Tree) -> tuple[Array, Array, Array, Array]:
@@ -85,6 +101,12 @@ class InsertedPrompts:
         after its end; and True for drafts that count, `bool[B, A K]`. `params` are the drafter's weights, `extra` the
         target's.
         """
+        return self._outputs(params, tokens, extra)[:4]
+
+    def _outputs(self, params: Tree, tokens: Array,
+                 extra: Tree) -> tuple[Array, Array, Array, Array, Callable[[], Array]]:
+        """Returns the result of `compared`, and a function that returns the squared distances of the pseudo hidden
+        states from the target's, means over channels, `f32[B, A K]`."""
         (B, T), n, ahead = tokens.shape, self.steps, isinstance(self.head, LookAheadHead)
         usable = jnp.broadcast_to(jnp.arange(T) < T - 2, (B, T))
         places, begun = random_anchors(key_of(tokens), usable, min(self.places, T - 2))
@@ -102,7 +124,18 @@ class InsertedPrompts:
         live = flat((at < T) & begun[..., None])
         labels = jnp.where(flat(at + 1) < T, jnp.take_along_axis(tokens, jnp.minimum(flat(at + 1), T - 1), 1), -1)
         truth = jax.lax.stop_gradient(out.logits(jnp.minimum(flat(at), T - 1)))
-        return truth, own, labels, live
+        return truth, own, labels, live, lambda: self._far(out, flat(jnp.minimum(at, T - 1)), T)
+
+    def _far(self, out: Out, at: Array, length: int) -> Array:
+        """Returns the squared distances of the pseudo hidden states in a target's output from those at the tokens `at`,
+        `i32[B, A K]`, of texts of `length` tokens: `f32[B, A K]`."""
+        assert isinstance(self.head, HiddenTransferHead) and out.layers is not None
+        n, squares = self.head.heads, []
+        for j, layer in enumerate(self.head.begin):
+            x = out.layers[layer].astype(jnp.float32)
+            true = jax.lax.stop_gradient(jnp.take_along_axis(x[:, :length], at[:, j::n, None], 1))
+            squares.append(jnp.square(x[:, length + j::n] - true).mean(-1))
+        return jnp.stack(squares, -1).reshape(at.shape)
 
 
 def inserted(tokens: Array, places: Array, head: ProbesHead, weights: Weights) -> Window:

@@ -5,17 +5,23 @@ Networks have one layer by default, or two of a block head, of P-EAGLE and of Cl
 in place of labels, so that the text need not be the target's own. The noise on the inputs of EAGLE is left out.
 Blockwise parallel decoding sums the losses of all heads, of which its authors draw one for each batch. Targets do not
 change; `decodax.train.drafting.joint` trains them, too.
+
+The heads of Medusa, Hydra, Chimera and the MLP speculator use the target's vocabulary matrix, as in Medusa's older
+trainer, unless the size has `own_head`, as published heads have: such matrices begin as the target's, but those of the
+MLP speculator, which begin random as its authors' do.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from decodax.models.blocks.options import Layer
 from decodax.models.config import DecoderConfig
@@ -35,6 +41,7 @@ from decodax.models.drafters.prompt_tokens import HiddenTransferHead, LookAheadH
 from decodax.models.drafters.recurrent import RecurrentHead
 from decodax.models.drafters.stack import BlockwiseHead, MedusaHead, MLPSpeculatorHead
 from decodax.models.drafters.units import UnitHead
+from decodax.models.formats import unpacked
 from decodax.models.names import flatten
 from decodax.models.rope import Rope
 from decodax.models.weight_source import kernel_of, nested
@@ -46,7 +53,7 @@ from decodax.train.drafting.masked import MaskedPairs
 from decodax.train.drafting.prompt_tokens import InsertedPrompts
 from decodax.train.drafting.sizes import DrafterSize
 from decodax.train.drafting.units import NextUnit
-from decodax.train.drafting.unrolled import Unrolled
+from decodax.train.drafting.unrolled import Unrolled, mean_square, smooth_l1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +65,18 @@ class DrafterSystem:
         drafts: number of tokens that training unrolls.
         loss: name of the loss of a token, see `decodax.train.drafting.losses`.
         decay: the `j`-th token has the weight `decay ** j`.
-        features: weight of the distance to the target's next hidden states.
+        features: weight of the distance to the target's hidden states; None: the loss has no such term.
         share: part of the target's vocabulary that it predicts by default.
+        distance: that distance, for heads that are unrolled.
     """
 
     head: Callable[[DecoderConfig, int], DraftHead]
     drafts: int
     loss: str = "kl"
     decay: float = 0.8
-    features: float = 0.0
+    features: float | None = None
     share: float = 1.0
+    distance: Callable[[Array, Array], Array] = smooth_l1
 
 
 def tapped(layers: int) -> tuple[int, ...]:
@@ -159,7 +168,7 @@ SYSTEMS = {
     "clover-2": DrafterSystem(lambda c, vocab: CloverHead(
         (), vocab, width=c.width, prefix=plain_layers(c, vocab, 2), tokens_first=True), 5, "soft", 0.7, features=10.0),
     "chimera": DrafterSystem(lambda c, vocab: ChimeraHead(
-        (), vocab, config=plain_layers(c, vocab), own_head=False), 5, decay=1.0, features=1.0),
+        (), vocab, config=plain_layers(c, vocab), own_head=False), 5, decay=1.0, features=1.0, distance=mean_square),
     "mlp-speculator": DrafterSystem(lambda c, vocab: MLPSpeculatorHead(
         (), vocab, width=c.width, heads=4, inner=c.width, own_head=False), 4, "hard", decay=1.0),
     "blockwise-parallel": DrafterSystem(lambda c, vocab: BlockwiseHead(
@@ -170,7 +179,7 @@ SYSTEMS = {
     "s3d": DrafterSystem(lambda c, vocab: LookAheadHead(
         (), vocab, width=c.width, skip=middle(len(c.layers))), 4, "hard", decay=1.0),
     "hidden-transfer": DrafterSystem(lambda c, vocab: HiddenTransferHead(
-        upper(len(c.layers)), vocab, width=c.width), 3),
+        upper(len(c.layers)), vocab, width=c.width), 3, features=0.0),
     "falcon": DrafterSystem(lambda c, vocab: FalconHead((), vocab, config=plain_layers(c, vocab)), 2,
                             "0.9*kl+0.1*hard", features=10.0),
     "dflash": DrafterSystem(_block(), 7, "hard"),
@@ -180,14 +189,35 @@ SYSTEMS = {
     "xpress": DrafterSystem(_block(correction=Refiner(32)), 7, BLOCK_LOSS),
     "jetspec": DrafterSystem(_block(causal=True), 7, BLOCK_LOSS),
     "glide": DrafterSystem(_cross(), 5, "hard"),
-    "mixture-of-attentions": DrafterSystem(_mixture, 5, "0.1*soft", features=1.0),
+    "mixture-of-attentions": DrafterSystem(_mixture, 6, "0.1*soft", features=1.0),
     "longspec": DrafterSystem(_cross(512, cross_norm=True, final_norm=False), 4, "hard"),
 }
 """The drafters that can be trained, by the name of their method."""
 
+ENTRIES = {"hass": "eagle", "fastmtp": "mtp"}
+"""The registry entry that takes the drafter of a method, where it has another name."""
+
+KEEPS = Unrolled, AnchoredBlocks, Glanced, NextUnit
+"""Losses of drafters that read the target's hidden states alone, which can be computed once (`KeptFeatures`)."""
+
+
+def feature_weight(system: str, given: float | None) -> float:
+    """Returns the weight of the distance to the target's hidden states in the loss of a method, 0 if it has no such
+    term: `given`, or that of the method for None.
+
+    Raises:
+        ValueError: a weight for a method whose loss has no such term, or a negative one.
+    """
+    own = SYSTEMS[system].features if system in SYSTEMS else None
+    if given is not None and (own is None or not given >= 0):
+        takes = "None, since its loss does not compare hidden states" if own is None else "a number of at least 0"
+        raise ValueError(f"hidden_weight: got {given} for {system!r}, takes {takes}")
+    return (own or 0.0) if given is None else given
+
 
 def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: int | None = None,
-                 loss: str | None = None, dtype: str = "float32", size: DrafterSize = DrafterSize()) -> Objective:
+                 loss: str | None = None, dtype: str = "float32", size: DrafterSize = DrafterSize(),
+                 hidden_weight: float | None = None) -> Objective:
     """Returns the objective of a drafter for a target; it holds the network (`Unrolled.head`).
 
     Args:
@@ -198,15 +228,18 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         loss: name of the loss; None: the method's.
         dtype: dtype of the computation.
         size: what is not the default in the size of the network.
+        hidden_weight: weight of the distance to the target's hidden states; None: the method's.
 
     Raises:
-        ValueError: an unknown method or loss, tokens for a method that uses the target's vocabulary matrix, or a size
-            that the network does not have.
+        ValueError: an unknown method or loss, tokens for a method that uses the target's vocabulary matrix or reads
+            tokens by a table of its own, a size that the network does not have, or a weight of a term that the loss
+            does not have.
     """
     if system not in SYSTEMS:
         raise ValueError(f"system: got {system!r}, takes one of {', '.join(SYSTEMS)}")
     own = SYSTEMS[system]
     loss_of(loss or own.loss)
+    features = feature_weight(system, hidden_weight)
     head = size.of(own.head(lm.model.config, lm.model.config.vocab if ids is None else len(ids)), system, drafts)
     if isinstance(head, UnitHead):
         if ids is None or np.ndim(ids) != 2:
@@ -215,6 +248,8 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         return NextUnit(lm.model, head, tuple(map(tuple, np.asarray(ids).tolist())), dtype)
     if ids is not None and not head.own_head:
         raise ValueError(f"ids: {system!r} uses the target's vocabulary matrix, so it predicts all tokens")
+    if ids is not None and isinstance(head, MLPSpeculatorHead):
+        raise ValueError(f"ids: {system!r} also reads tokens by a table of its own, so it predicts all tokens")
     chosen = None if ids is None else tuple(map(int, ids))
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
@@ -222,7 +257,7 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
                               dtype=dtype)
     if isinstance(head, FalconHead):
         head = dataclasses.replace(head, block=drafts or own.drafts)
-        return Glanced(lm.model, head, loss or own.loss, own.features, dtype=dtype)
+        return Glanced(lm.model, head, loss or own.loss, features, dtype=dtype)
     if isinstance(head, ParallelHead):
         # any token serves as the mask, since the learned feature marks such a pair
         head = dataclasses.replace(head, mask=lm.pad, drafts=drafts or own.drafts)
@@ -233,21 +268,27 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         if heads < 1:
             raise ValueError(f"drafts: got {drafts}, {system!r} takes at least 2")
         head = dataclasses.replace(head, heads=heads)
-        return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype)
+        if isinstance(head, HiddenTransferHead) and not 0 <= head.taps[0] <= head.taps[-1] < lm.model.depth:
+            raise ValueError(f"at: got {head.taps}, takes layers of {lm.name!r} from 0 to {lm.model.depth - 1}")
+        return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype, features=features)
     if isinstance(head, CrossKVHead):
         far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}
         head.check_target(lm.model.config)
-        return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, own.features, dtype=dtype, **far)
+        return DelayedKeys(lm.model, head, drafts or own.drafts, loss or own.loss, features, dtype=dtype, **far)
     longest = head.longest
     if longest is not None and (drafts or own.drafts) > longest:
         raise ValueError(f"drafts: got {drafts}, {system!r} drafts at most {longest} tokens")
-    return Unrolled(lm.model, head, drafts or own.drafts, loss or own.loss, own.decay, own.features,
-                    chosen, dtype)
+    return Unrolled(lm.model, head, drafts or own.drafts, loss or own.loss, own.decay, features,
+                    chosen, dtype, own.distance)
 
 
 def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
     """Returns the weights with which training starts: random, but those that the target's last layer, final norm or
-    vocabulary matrix have in the same place and shape are copied from it."""
+    vocabulary matrix have in the same place and shape are copied from it.
+
+    Vocabulary matrices of the heads begin as the target's, times its factor of logits, so that a fresh Medusa head
+    predicts what the target does, up to a soft cap; those of Chimera, which read two vectors, as that matrix twice.
+    """
     head = objective.head
     own = flatten(head.init_params(key))        # type: ignore[attr-defined]
     target = flatten(lm.params)
@@ -257,8 +298,21 @@ def first_weights(objective: Objective, lm: Any, key: jax.Array) -> Weights:
         theirs = target.get(own_name.replace("cross.", f"layers.{last}.attn."))
         if isinstance(theirs, jax.Array) and theirs.shape == own[name].shape:     # others are packed
             own[name] = jnp.asarray(theirs, jnp.float32)
-    table = target.get("lm_head.kernel") if "lm_head.kernel" in target else kernel_of("embed", target["embed"])
-    if "lm_head.kernel" in own and isinstance(table, jax.Array):
-        kept = table if objective.ids is None else table[:, np.asarray(objective.ids)]
-        own["lm_head.kernel"] = jnp.asarray(kept, jnp.float32)
+    ours = [name for name in own if name == "lm_head.kernel" or re.fullmatch(r"heads\.\d+\.head\.(kernel|bias)", name)
+            or (isinstance(head, ChimeraHead) and head.own_head and name.startswith("heads."))]
+    if ours:
+        kernel, bias = (x if objective.ids is None else x[..., np.asarray(objective.ids)] for x in vocabulary(lm))
+        for name in ours:
+            twice = own[name].shape[0] // kernel.shape[0] if name.endswith("kernel") else 1
+            own[name] = jnp.concatenate([kernel] * twice) if name.endswith("kernel") else bias
     return nested(own)
+
+
+def vocabulary(lm: Any) -> tuple[Array, Array]:
+    """Returns the vocabulary matrix of a target, `f32[D, V]`, and its bias, `f32[V]`, times its factor of logits, as
+    arrays also if they are packed."""
+    own = "lm_head.kernel" in flatten(lm.params)
+    params = flatten(unpacked({name: lm.params[name] for name in (("lm_head",) if own else ("embed",))}))
+    kernel = params["lm_head.kernel"] if own else kernel_of("embed", params["embed"])
+    bias, scale = params.get("lm_head.bias", jnp.zeros(kernel.shape[1])), lm.model.config.logit_scale
+    return scale * jnp.asarray(kernel, jnp.float32), scale * jnp.asarray(bias, jnp.float32)

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from decodax.models.drafters.units import frequent_units
 from decodax.train import corpus
+from decodax.train.drafting.systems import SYSTEMS
+from decodax.train.drafting.unrolled import frequent_tokens
 from decodax.train.tuning import read_examples
 
 EVERY = 20
@@ -93,3 +95,13 @@ def units_of(lm: Any, tokens: np.ndarray, count: int) -> np.ndarray:
     often = Counter(re.findall(r"\s?\S+", lm.tokenizer.decode(tokens.tolist()))).most_common(4 * count)
     pieces = ((tuple(lm.tokenizer.encode(word, add_special_tokens=False)), many) for word, many in often)
     return frequent_units((piece for piece, many in pieces for _ in range(many)), count, LONGEST)
+
+
+def predicted_tokens(system: str, lm: Any, text: Text, count: int | None = None) -> np.ndarray | None:
+    """Returns the tokens that a drafter of the method `system` predicts: `count`, or the method's share, of the tokens
+    that are most frequent in a text, `i32[Vd]`; for "mumo" words of several tokens, `i32[U, L]`; None: all tokens."""
+    if system == "mumo":
+        return units_of(lm, text.train, count or UNITS)
+    share = SYSTEMS[system].share if system in SYSTEMS else 1.0
+    count = count or (None if share == 1 else int(share * lm.model.config.vocab))
+    return None if count is None else frequent_tokens(text.train, count, lm.model.config.vocab)

@@ -8,6 +8,7 @@ reads the target's features, and every later step its own states. The tokens are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,17 @@ from decodax.train.loop import cast
 Tree = Any
 
 
+def smooth_l1(a: Array, b: Array) -> Array:
+    """Returns the mean smooth L1 distance of arrays of one shape: half the square up to 1, then linear."""
+    d = jnp.abs((a - b).astype(jnp.float32))
+    return jnp.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+
+
+def mean_square(a: Array, b: Array) -> Array:
+    """Returns the mean squared distance of arrays of one shape."""
+    return jnp.square((a - b).astype(jnp.float32)).mean()
+
+
 @dataclass(frozen=True)
 class Unrolled:
     """The training loss of a drafter head that is unrolled for `steps` tokens from every position of a text: after the
@@ -38,10 +50,11 @@ class Unrolled:
         steps: number of drafted tokens `K`.
         loss: name of the loss, see `decodax.train.drafting.losses`.
         decay: the loss of the `j`-th token has the weight `decay ** j`.
-        features: weight of the smooth L1 distance between the head's hidden state and the target's next feature
-            (EAGLE-1); for heads whose hidden states begin with one.
+        features: weight of the distance between the head's hidden state and the target's next feature (EAGLE-1); for
+            heads whose hidden states begin with one.
         ids: the target's token for each of the head's logits, if it has a vocabulary of its own.
         dtype: dtype of the computation.
+        distance: that distance, `smooth_l1` (EAGLE-1) or `mean_square` (Chimera).
     """
 
     target: Any
@@ -52,6 +65,7 @@ class Unrolled:
     features: float = 0.0
     ids: tuple[int, ...] | None = None
     dtype: str = "float32"
+    distance: Callable[[Array, Array], Array] = smooth_l1
 
     def __call__(self, params: Tree, batch: Array | TargetStates, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log: "loss", and the acceptance at each depth.
@@ -81,16 +95,10 @@ class Unrolled:
             one = (each * known).sum() / jnp.maximum(known.sum(), 1)
             if self.features:
                 # the head's hidden state at p stands for the feature at p + 1 + j
-                one = one + self.features * smooth_l1(hidden[:, :count, :features.shape[-1]], features[:, 1 + j:])
+                one = one + self.features * self.distance(hidden[:, :count, :features.shape[-1]], features[:, 1 + j:])
             total, weights = total + self.decay ** j * one, weights + self.decay ** j
         loss = total / weights
         return loss, {"loss": loss, **scalars}
-
-
-def smooth_l1(a: Array, b: Array) -> Array:
-    """Returns the mean smooth L1 distance of arrays of one shape: half the square up to 1, then linear."""
-    d = jnp.abs((a - b).astype(jnp.float32))
-    return jnp.where(d < 1, 0.5 * d * d, d - 0.5).mean()
 
 
 def table_of(ids: tuple[int, ...] | None) -> Array | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.models.inputs import reads_text
 from decodax.train.tuning.python_docs import (
     DOCS,
     QUESTIONS,
@@ -32,8 +33,9 @@ def read_examples(files: Sequence[Path], lm: Any) -> list[Example]:
     """Returns the examples of files, in order.
 
     A line of a `.jsonl` file is an object with "prompt" and "target", with "messages" of a chat whose last one is
-    learned, with "messages" and "text", which is what `decodax batch --keep messages` writes, or with "text" alone; any
-    other file is one text. The path "python-docs" stands for the topics of Python's `help()` as texts, "python-source"
+    learned, with "messages" and "text", which is what `decodax batch --keep messages` writes, or with "text" alone; for
+    an encoder-decoder of text also with "source" and "text", which `decodax batch --keep source` writes; any other file
+    is one text. The path "python-docs" stands for the topics of Python's `help()` as texts, "python-source"
     for the files of the standard library that the shipped models were trained on, and "python-questions" for questions
     on the sections of `help()` with the answers: chats if the model has a chat template, else pairs. The model's own
     template formats a chat. The tokenizer adds its BOS to a text or prompt; the first id that ends a text of the model
@@ -65,12 +67,13 @@ def read_pairs(files: Sequence[Path], lm: Any) -> list[tuple[str | list[dict[str
         raise ValueError("data: got no files, takes one or more")
     if lm.tokenizer is None:
         raise ValueError(f"target: got {lm.name!r}, which has no tokenizer; takes a model with one")
-    return [pair for file in files for pair in _pairs(file, bool(lm.tokenizer.chat_templates))]
+    return [pair for file in files for pair in _pairs(file, bool(lm.tokenizer.chat_templates), reads_text(lm.model))]
 
 
-def _pairs(file: Path, chats: bool) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
+def _pairs(file: Path, chats: bool, sources: bool) -> Iterator[tuple[str | list[dict[str, str]] | None, str]]:
     """Yields (prompt, target) for each example of a file; the prompt is a text or the messages of a chat, or None for a
-    text without one. Questions on Python's documentation are such messages if `chats`."""
+    text without one. Questions on Python's documentation are such messages if `chats`. "source" is a prompt if
+    `sources`; for a decoder it may be a note on the origin of a text."""
     if str(file) in (DOCS, SOURCE):
         yield from ((None, text) for text in (python_docs() if str(file) == DOCS else python_source()))
         return
@@ -93,13 +96,16 @@ def _pairs(file: Path, chats: bool) -> Iterator[tuple[str | list[dict[str, str]]
                 yield before, target
             case {"messages": [_, *_] as messages, "text": str(target)}:
                 yield messages, target
+            case {"source": str(prompt), "text": str(target)} if sources:
+                yield prompt, target
             case {"text": str(text)}:
                 yield None, text
             case {"prompt": str(prompt), "target": str(target)}:
                 yield prompt, target
             case _:
                 raise ValueError(f'data: {file}, line {number}: got {line[:60]!r}, takes an object with the texts '
-                                 '"prompt" and "target", with "messages" that end in an answer, or with "text"')
+                                 '"prompt" and "target", with "messages" that end in an answer, or with "text"; for an '
+                                 'encoder-decoder with "source" and "text"')
 
 
 @dataclass(frozen=True)
