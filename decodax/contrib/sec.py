@@ -9,10 +9,10 @@ completion, since the model will not get the token right. The first action other
 >>> quick = with_controller(lm, controller, exits=(4, 8), exit_above=0.9)                      # doctest: +SKIP
 >>> dx.generate(quick, prompts)                                                                # doctest: +SKIP
 
-Models that were tuned for early exits can do without a controller: `Confidence` exits where the likeliest token has a
-large probability, the early exit of SoFT ("Sorted LLaMA", Kavehzadeh et al., 2024).
+Models that were tuned for early exits can do without a controller: `ConfidenceExit` exits where the likeliest token has
+a large probability, the early exit of SoFT ("Sorted LLaMA", Kavehzadeh et al., 2024).
 
->>> quick = with_exits(lm, (4, 8), Confidence(0.9))                                            # doctest: +SKIP
+>>> quick = with_exits(lm, (4, 8), ConfidenceExit(0.9))                                        # doctest: +SKIP
 
 The result is a model of its own, which every algorithm and cache takes: a token's action depends on its own hidden
 states alone. It is approximate. Prompts are read with all layers. The layers after an exit add nothing to the hidden
@@ -100,7 +100,7 @@ class ByController:
 
 
 @dataclasses.dataclass(frozen=True)
-class Confidence:
+class ConfidenceExit:
     """The rule that exits where the model is confident: where the largest probability of the next token, by the model's
     own norm and head at the exit and at temperature 1, is above `tau`. Each exit costs a pass of the head.
 
@@ -229,7 +229,7 @@ def with_exits(lm: LM, exits: Sequence[int], rule: ActionRule, controller: Any =
         lm: a result of `decodax.load`: an autoregressive `Transformer`, best one that was tuned for early exits
             (`scripts/train.py tune`).
         exits: numbers of layers after which the rule acts, in order.
-        rule: the rule, such as `Confidence(0.9)`.
+        rule: the rule, such as `ConfidenceExit(0.9)`.
         controller: weights of the rule; None: it has none.
 
     Raises:
@@ -314,5 +314,5 @@ def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int],
     return train(loss, first, ((hidden, actions) for _ in range(steps)), optax.adam(rate), steps)[0]
 
 
-__all__ = ["ActionRule", "ByController", "Confidence", "StopExitController", "StopExitModel", "fit_controller",
+__all__ = ["ActionRule", "ByController", "ConfidenceExit", "StopExitController", "StopExitModel", "fit_controller",
            "with_controller", "with_exits"]

@@ -57,7 +57,7 @@ def test_confidence_exits_where_the_likeliest_token_is_likely():
     largest = (np.exp(raw) / np.exp(raw).sum(-1, keepdims=True)).max(-1)
     for tau in (0.0, 0.4, 0.6, 1.0):
         wanted = np.where(largest > tau, sec.EXIT, sec.CONTINUE)
-        assert sec.Confidence(tau).actions(None, 0, out).tolist() == wanted.tolist()
+        assert sec.ConfidenceExit(tau).actions(None, 0, out).tolist() == wanted.tolist()
     assert 0 < (largest > 0.6).sum() < 15
 
 
@@ -67,8 +67,8 @@ def test_a_model_exits_by_confidence():
     then drafts are verified by the same exits as in plain decoding."""
     sampled = dict(temperature=0.8, seed=3)
     first = tokens(sub_model(lm(), 1), **sampled)
-    assert tokens(sec.with_exits(lm(), EXITS, sec.Confidence(0.0)), **sampled) == first
-    quick = sec.with_exits(lm(), EXITS, sec.Confidence(0.1))
+    assert tokens(sec.with_exits(lm(), EXITS, sec.ConfidenceExit(0.0)), **sampled) == first
+    quick = sec.with_exits(lm(), EXITS, sec.ConfidenceExit(0.1))
     plain = tokens(quick, **sampled)
     assert plain not in (first, tokens(lm(), **sampled))
     assert tokens(quick, algorithm="prompt-lookup:length=3", **sampled) == plain
@@ -98,8 +98,8 @@ def test_the_controller_learns_the_right_actions():
     (r"exits: got \(2, 3\), takes rising numbers of layers from 1 to 2",
      lambda: sec.with_controller(lm(), always(0, 0), (2, 3))),
     (r"exits: got \(1,\), the controller has 2", lambda: sec.with_controller(lm(), always(0, 0), (1,))),
-    (r"exits: got \(3,\), takes rising numbers", lambda: sec.with_exits(lm(), (3,), sec.Confidence(0.5))),
-    ("tau: got 1.5", lambda: sec.Confidence(1.5)),
+    (r"exits: got \(3,\), takes rising numbers", lambda: sec.with_exits(lm(), (3,), sec.ConfidenceExit(0.5))),
+    ("tau: got 1.5", lambda: sec.ConfidenceExit(1.5)),
     ("texts: got 1, the shortest of 1", lambda: sec.fit_controller(lm(), [[3]], EXITS)),
 ])
 def test_wrong_input_is_named(message, make):
