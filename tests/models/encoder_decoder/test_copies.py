@@ -71,10 +71,12 @@ def test_copies_of_the_source_leave_the_output_as_it_is(name: str) -> None:
 
 @pytest.mark.wide
 def test_samples_and_refilled_rows_copy_their_own_source() -> None:
+    """Also rows whose sources have arrays of another width."""
     policy: dict[str, Any] = dict(num_samples=2, temperature=1.0, seed=3)
-    plain = generated("bart", algorithm=dx.Autoregressive(), **policy)
-    for options in ({}, {"batch_size": 3}):
-        found = generated("bart", algorithm="aggressive-decoding:length=5", **policy, **options)
+    sources = [*SOURCES_OF_FEW, [*range(20, 40), *SOURCES_OF_FEW[0]]]
+    plain = generated("bart", sources, algorithm=dx.Autoregressive(), **policy)
+    for options in ({}, {"batch_size": 2}):
+        found = generated("bart", sources, algorithm="aggressive-decoding:length=5", **policy, **options)
         assert found.tokens.tolist() == plain.tokens.tolist() and np.asarray(found.stats.accepted).sum() > 4
 
 

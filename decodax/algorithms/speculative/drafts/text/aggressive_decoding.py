@@ -97,10 +97,7 @@ class InputGuided(Draft):
         text, size = _input(s)
         match, at = jnp.zeros(text.shape, jnp.int32), jnp.full(s.batch, self.skip, jnp.int32)
         if text is not s.tokens:
-            # the first token of a decoder's prompt only starts it
-            match, at = jax.vmap(lambda text, size, tokens, end, match, at: lax.fori_loop(
-                1, end, lambda i, carry: self._step(text, size, *carry, tokens[i]), (match, at)))(
-                    text, size, s.tokens, s.prompt_length, match, at)
+            match, at = jax.vmap(self._begun)(text, size, match, at, s.tokens, s.prompt_length)
         return Copying(match=match, at=at)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
@@ -115,6 +112,12 @@ class InputGuided(Draft):
             return state
         match, at = jax.vmap(self._follow)(*_input(s), state.match, state.at, decision.tokens, decision.count)
         return Copying(match=match, at=at)
+
+    def _begun(self, text: Array, size: Array, match: Array, at: Array, prompt: Array,
+               length: Array) -> tuple[Array, Array]:
+        """Returns `match` and `at` of one row after the decoder's prompt, whose first token only starts the decoder."""
+        step = lambda i, carry: self._step(text, size, carry[0], carry[1], prompt[i])
+        return lax.fori_loop(1, length, step, (match, at))
 
     def _follow(self, text: Array, size: Array, match: Array, at: Array, tokens: Array,
                 count: Array) -> tuple[Array, Array]:
