@@ -89,6 +89,8 @@ def test_sequoia_takes_samples_or_what_they_would_give() -> None:
     for given in (dict(acceptance=(0.5, 0.1)), dict(shape=Fixed.balanced(2, 1))):
         with pytest.raises(ValueError, match=r"^samples: got some beside acceptance=.* takes one of the three"):
             make("sequoia", LLAMA, LLAMA, samples=[[1, 2]], **given)
+    with pytest.raises(ValueError, match=r"^samples: got some without the model that they are measured with"):
+        make("sequoia", draft=LLAMA, samples=[[1, 2]])
 
 
 @pytest.mark.full

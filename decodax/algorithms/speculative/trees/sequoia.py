@@ -88,8 +88,8 @@ def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft:
 @ALGORITHMS.register("sequoia", "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding",
                      "Chen et al. 2024", family="speculative-tree", needs="a draft model",
                      guarantee="distribution-exact")
-def sequoia(lm: Any, draft: Any, acceptance: tuple[Share, ...] | None = None, nodes: Count = 24,
-            length: Count | None = 8, shape: Fixed | None = None, samples: Any = None) -> Speculative:
+def sequoia(draft: Any, acceptance: tuple[Share, ...] | None = None, nodes: Count = 24, length: Count | None = 8,
+            shape: Fixed | None = None, samples: Any = None, lm: Any = None) -> Speculative:
     """Drafts the tree with the largest expected number of tokens for given probabilities of acceptance, found by
     dynamic programming.
 
@@ -98,7 +98,6 @@ def sequoia(lm: Any, draft: Any, acceptance: tuple[Share, ...] | None = None, no
     the tree for `shape`.
 
     Args:
-        lm: the target.
         draft: the draft model.
         acceptance: probability that the k-th child of a node is accepted, for each k; a node has at most this number of
             children. None: those measured with `samples`, or else 0.6, 0.15, 0.07 and 0.04.
@@ -106,14 +105,17 @@ def sequoia(lm: Any, draft: Any, acceptance: tuple[Share, ...] | None = None, no
         length: largest number of drafts on a path; None: no limit.
         shape: the tree, in place of the one that follows from the other options; None: that one.
         samples: prompts as token ids, on which to measure the probabilities.
+        lm: the target, which only `samples` need.
 
     Raises:
-        ValueError: `samples` beside `acceptance` or `shape`.
+        ValueError: `samples` beside `acceptance` or `shape`, or without a target.
     """
     if samples is not None:
         if (acceptance, shape) != (None, None):
             raise ValueError(f"samples: got some beside acceptance={acceptance} and shape={shape}; takes one of the "
                              "three")
+        if lm is None:
+            raise ValueError("samples: got some without the model that they are measured with; give lm=")
         acceptance = fit_acceptance(lm, DraftModel(draft), samples)
     tree = shape or sequoia_tree(TYPICAL if acceptance is None else acceptance, nodes, length)
     return Speculative(DraftModel(draft), MultiRound(), tree)
