@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from decodax.common.arguments import check_counts
@@ -306,10 +307,15 @@ class DecoderConfig:
         return tuple(i for i, layer in enumerate(self.layers)
                      if layer.reads is None and layer.echoes is None and layer.half != "mlp")
 
-    @property
+    @functools.cached_property
     def entries(self) -> tuple[tuple[int, int], ...]:
         """The entries that a cache stores, in its order: pairs of the index of a layer and one of its `Layer.parts`."""
         return tuple((i, part) for i in self.own for part in self.layers[i].parts)
+
+    @functools.cached_property
+    def numbers(self) -> dict[tuple[int, int], int]:
+        """The place of each of `entries` among them."""
+        return {entry: i for i, entry in enumerate(self.entries)}
 
     def index_keys(self, layer: int) -> tuple[int, ...]:
         """Returns the indices of the layers whose index keys the cache stores with the latents of a layer in `own`:

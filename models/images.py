@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +65,7 @@ class Images(Embeddings):
             directions.
     """
 
+    beside_tokens: ClassVar[bool] = True
     added: Array | None = None
     places: Array | None = None
     offset: Array | None = None
@@ -199,13 +200,6 @@ def check_cache(cache: Cache, inputs: Any) -> None:
             cache, (Dense, PagedCache, NoKeyValues)):
         raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense or paged cache, since the tokens of an "
                          "image attend to one another")
-
-
-def check_tokens(needed: bool, inputs: Any) -> None:
-    """Raises ValueError if layers need token ids (`needed`), and `inputs` are embeddings of other things than images,
-    whose tokens are in the prompt."""
-    if needed and isinstance(inputs, Embeddings | Array) and not isinstance(inputs, Images):
-        raise ValueError("inputs: got embeddings, takes tokens, by which this model chooses experts or finds n-grams")
 
 
 def with_axes(layers: tuple[Layer, ...], inputs: Any) -> tuple[Layer, ...]:

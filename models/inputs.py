@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +26,10 @@ class Embeddings(Struct):
     Attributes:
         values: `f[B, T, D]`, with the scale of the rows of the embedding table.
         given: `bool[B, T]`, True where an embedding replaces the token's.
+        beside_tokens: True if the prompt has meaningful token ids at these positions, too, such as image tokens.
     """
 
+    beside_tokens: ClassVar[bool] = False
     values: Array
     given: Array
 
@@ -36,6 +38,13 @@ class Embeddings(Struct):
         T = self.values.shape[1]
         index = jnp.minimum(positions, T - 1)
         return take(self.values, index), take(self.given, index) & (positions < T)
+
+
+def check_tokens(needed: bool, inputs: Any) -> None:
+    """Raises ValueError if layers need token ids (`needed`), and `inputs` are embeddings without token ids beside them,
+    such as a soft prompt."""
+    if needed and (isinstance(inputs, Array) or (isinstance(inputs, Embeddings) and not inputs.beside_tokens)):
+        raise ValueError("inputs: got embeddings, takes tokens, by which this model chooses experts or finds n-grams")
 
 
 class PaddedInputs(Struct, abc.ABC):

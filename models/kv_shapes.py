@@ -38,7 +38,7 @@ def number(c: DecoderConfig, layer: int, options: Mapping[str, Any]) -> int:
     """Returns the number among `DecoderConfig.entries` of what a layer calls its attention function for, with the
     keyword arguments `options`."""
     walk = options.get("walk")
-    return c.entries.index((layer, 0 if walk is None else 2 if isinstance(walk, NGramWalk) else 1))
+    return c.numbers[layer, 0 if walk is None else 2 if isinstance(walk, NGramWalk) else 1]
 
 
 def _latent(c: DecoderConfig, i: int) -> KVLayer:

@@ -236,12 +236,12 @@ def layers_in(family: str, present: Collection[str]) -> int:
 
 
 def further_layers(family: str, layers: int, config: Mapping[str, Any], present: Collection[str]) -> list[str]:
-    """Returns the tensors of layers that predict further tokens (multi-token prediction) among those `present`.
+    """Returns the tensors of layers for multi-token prediction among those `present`.
 
     Args:
         family: the `model_type`.
         layers: number of layers of the decoder.
-        config: the `config.json`, which has the number of further layers.
+        config: the `config.json`, which has the number of such layers.
         present: tensor names of a file.
     """
     count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0

@@ -32,8 +32,8 @@ from decodax.models.blocks.layer import Keep
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Decoder
 from decodax.models.drafters.hidden_transfer import Transfer
-from decodax.models.images import Images, check_cache, check_tokens, images_of, no_images, with_axes
-from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, named
+from decodax.models.images import Images, check_cache, images_of, no_images, with_axes
+from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, ReadsText, check_tokens, named
 from decodax.models.kv_shapes import kv_layers, places
 from decodax.models.latent.attention import Expanding
 from decodax.models.layers import optional

@@ -9,6 +9,11 @@ completion, since the model will not get the token right. The first action other
 >>> quick = with_controller(lm, controller, exits=(4, 8), exit_above=0.9)                      # doctest: +SKIP
 >>> dx.generate(quick, prompts)                                                                # doctest: +SKIP
 
+Models that were tuned for early exits can do without a controller: `ConfidenceExit` exits where the likeliest token has
+a large probability, the early exit of SoFT ("Sorted LLaMA", Kavehzadeh et al., 2024).
+
+>>> quick = with_exits(lm, (4, 8), ConfidenceExit(0.9))                                        # doctest: +SKIP
+
 The result is a model of its own, which every algorithm and cache takes: a token's action depends on its own hidden
 states alone. It is approximate. Prompts are read with all layers. The layers after an exit add nothing to the hidden
 state, but compute keys and values from it, for later tokens; their MLPs are skipped once all rows have exited. Stopping
@@ -21,13 +26,14 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.common.options import Share, check_options
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.types import CacheKind, Model, Out
@@ -67,15 +73,68 @@ class StopExitController(Struct):
                                                                          CONTINUE))
 
 
+class ActionRule(Protocol):
+    """A rule that chooses actions after some layers. It is static under jit: an instance of a frozen dataclass."""
+
+    def actions(self, controller: Any, exit: int, out: Out) -> Array:
+        """Returns the action (`CONTINUE`, `EXIT` or `STOP`) for each node, `i32[B, W]`.
+
+        Args:
+            controller: the rule's weights, those of the model under "controller"; None if it has none.
+            exit: index of the exit among those of the model.
+            out: the output that the network would have if it ended here.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByController:
+    """The rule of SEC: the actions of a `StopExitController`.
+
+    Attributes:
+        exit_above, stop_above: probabilities above which it exits or stops.
+    """
+
+    exit_above: float = 0.5
+    stop_above: float = 0.5
+
+    def actions(self, controller: StopExitController, exit: int, out: Out) -> Array:
+        return controller.actions(exit, out.hidden, self.exit_above, self.stop_above)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfidenceExit:
+    """The rule that exits where the model is confident: where the largest probability of the next token, by the model's
+    own norm and head at the exit and at temperature 1, is above `tau`. Each exit costs a pass of the head.
+
+    Attributes:
+        tau: the probability; 1: it never exits.
+
+    Raises:
+        ValueError: `tau` is outside [0, 1].
+    """
+
+    tau: Share
+
+    def __post_init__(self) -> None:
+        check_options(type(self), vars(self))
+
+    def actions(self, controller: None, exit: int, out: Out) -> Array:
+        logits = out.logits().astype(jnp.float32)
+        # the largest probability, without an array of all of them
+        return jnp.where(jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1)) > self.tau, EXIT, CONTINUE)
+
+
 @dataclasses.dataclass(frozen=True)
 class StopExitModel(Model):
-    """A network with a controller. Its weights are `{"network": ..., "controller": StopExitController}`.
+    """A network that exits and stops by a rule. Its weights are `{"network": ..., "controller": ...}`, the latter those
+    of the rule, such as a `StopExitController`.
 
     Attributes:
         network: the network.
-        exits: numbers of layers after which the controller acts.
+        exits: numbers of layers after which the rule acts.
         end: id of the token that a stop predicts.
-        exit_above, stop_above: probabilities above which it exits or stops.
+        rule: chooses the actions.
     """
 
     __repr__ = short
@@ -83,8 +142,7 @@ class StopExitModel(Model):
     network: Any
     exits: tuple[int, ...]
     end: int
-    exit_above: float = 0.5
-    stop_above: float = 0.5
+    rule: ActionRule = ByController()
 
     @property
     def max_positions(self) -> int | None:
@@ -122,7 +180,7 @@ class StopExitModel(Model):
         return Out(hidden=hidden, entries=out.entries, head=head)
 
     def _controlled(self, params: Any, window: Window, cache: Cache, done: Array) -> tuple[Out, Array]:
-        """Returns the network's output with the actions of the controller, and the nodes that stop, `bool[B, W]`."""
+        """Returns the network's output with the actions of the rule, and the nodes that stop, `bool[B, W]`."""
         pieces, entries, stopped = self.network.pieces(params["network"]), [], jnp.zeros(done.shape, bool)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         x = pieces.embed(window, cache)
@@ -133,11 +191,16 @@ class StopExitModel(Model):
             branch = lax.cond(done.all(), jnp.zeros_like, lambda x, i=i: pieces.mlp(i, x), x)
             x = jnp.where(done[..., None], x, x + branch)
             if i + 1 in self.exits:
-                action = params["controller"].actions(self.exits.index(i + 1), pieces.out(x, ()).hidden,
-                                                      self.exit_above, self.stop_above)
+                action = self._action(params["controller"], i + 1, pieces.out(x, ()), done)
                 stopped = stopped | (~done & (action == STOP))
                 done = done | (action != CONTINUE)
         return pieces.out(x, tuple(entries)), stopped
+
+    def _action(self, controller: Any, layers: int, out: Out, done: Array) -> Array:
+        """Returns the actions of the rule after `layers` layers, `i32[B, W]`, with the output there. Once all nodes are
+        done it is not asked, since it may compute logits."""
+        ask = lambda: self.rule.actions(controller, self.exits.index(layers), out).astype(jnp.int32)
+        return lax.cond(done.all(), lambda: jnp.full(done.shape, EXIT, jnp.int32), ask)
 
 
 def with_controller(lm: LM, controller: StopExitController, exits: Sequence[int], exit_above: float = 0.5,
@@ -159,9 +222,25 @@ def with_controller(lm: LM, controller: StopExitController, exits: Sequence[int]
         raise ValueError(f"exits: got {layers}, the controller has {len(controller.bias)}")
     if not lm.eos:
         raise ValueError(f"lm: got {lm.name!r}, which has no token that ends a text; takes a model with one")
-    model = StopExitModel(lm.model, layers, lm.eos[0], exit_above, stop_above)
-    params = {"network": lm.params, "controller": controller}
-    return dataclasses.replace(lm, model=model, params=params, directory=None)
+    return with_exits(lm, layers, ByController(exit_above, stop_above), controller)
+
+
+def with_exits(lm: LM, exits: Sequence[int], rule: ActionRule, controller: Any = None) -> LM:
+    """Returns a model that exits by a rule. For a trained controller see `with_controller`.
+
+    Args:
+        lm: a result of `decodax.load`: an autoregressive `Transformer`, best one that was tuned for early exits
+            (`scripts/train.py tune`).
+        exits: numbers of layers after which the rule acts, in order.
+        rule: the rule, such as `ConfidenceExit(0.9)`.
+        controller: weights of the rule; None: it has none.
+
+    Raises:
+        ValueError: another model, or numbers of layers that it does not have.
+    """
+    model = StopExitModel(lm.model, checked(lm, exits), lm.eos[0] if lm.eos else -1, rule)
+    return dataclasses.replace(lm, model=model, params={"network": lm.params, "controller": controller},
+                               directory=None)
 
 
 def checked(lm: LM, exits: Sequence[int]) -> tuple[int, ...]:
@@ -261,4 +340,5 @@ def fit_controller(lm: LM, texts: Sequence[Sequence[int]], exits: Sequence[int],
     return train(loss, first, itertools.cycle(parts), optimizer, steps * len(parts))[0]
 
 
-__all__ = ["StopExitController", "StopExitModel", "fit_controller", "with_controller"]
+__all__ = ["ActionRule", "ByController", "ConfidenceExit", "StopExitController", "StopExitModel", "fit_controller",
+           "with_controller", "with_exits"]

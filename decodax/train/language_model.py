@@ -79,6 +79,13 @@ def distance(teacher: Array, student: Array, reference: Array | None, keep: floa
     return each.mean() if counted is None else jnp.where(counted, each, 0).sum() / jnp.maximum(counted.sum(), 1)
 
 
+def share_of(mix: float | None, reference: Network | None) -> float:
+    """Returns the weight of the divergence from a teacher in a loss: `mix`, or if that is None the default, 0.7, or 1
+    with a reference network. AdaSPEC's loss is the divergence alone, since the cross-entropy also counts the tokens
+    that its selection leaves out."""
+    return (0.7 if reference is None else 1.0) if mix is None else mix
+
+
 @dataclass(frozen=True)
 class NextTokens:
     """The cross-entropy of every next token; with a teacher, `mix * KL + (1 - mix) * cross-entropy`.
@@ -87,7 +94,7 @@ class NextTokens:
         network: the trained network.
         dtype: dtype of the computation.
         teacher: the network whose distribution is distilled, or None.
-        mix: weight of the divergence from the teacher, 0 to 1.
+        mix: weight of the divergence from the teacher, 0 to 1; None: see `share_of`.
         reference: a network of the student's size that was distilled before, or None: the divergence then counts only
             where the student can still learn, see `hardest`.
         keep: share of the tokens that counts then.
@@ -96,9 +103,14 @@ class NextTokens:
     network: Network
     dtype: str = "float32"
     teacher: Network | None = None
-    mix: float = 0.0
+    mix: float | None = None
     reference: Network | None = None
     keep: float = 0.4
+
+    @property
+    def share(self) -> float:
+        """Weight of the divergence from the teacher."""
+        return share_of(self.mix, self.reference)
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
         """Returns the loss and scalars to log, in nats.
@@ -115,7 +127,7 @@ class NextTokens:
             frozen = lambda network, weights: jax.lax.stop_gradient(network.forward(cast(weights, self.dtype), inputs))
             known = None if self.reference is None else frozen(self.reference, extra[1])
             far = distance(frozen(self.teacher, extra[0]), logits, known, self.keep)
-            loss = self.mix * far + (1 - self.mix) * truth
+            loss = self.share * far + (1 - self.share) * truth
         return loss, {"loss": loss, "cross_entropy": truth}
 
 

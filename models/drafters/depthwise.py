@@ -139,7 +139,7 @@ def _alone(index: int, attend: Attend) -> Attend:
     """Returns the attention function of a network that is the layer `index` of several."""
     def inside(layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
         if index and options.get("bias") is not None:
-            raise ValueError("layer: has a bias of its own, which further layers cannot have")
+            raise ValueError("layer: has a bias of its own, which layers for multi-token prediction cannot have")
         return attend(index, q, k, v, **(options | ({"bias": BeginsAt(index)} if index else {})))
 
     return inside

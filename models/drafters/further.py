@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class FurtherLayers:
-    """The tensors of a family's further layers, and what they compute.
+    """The tensors of a family's layers for multi-token prediction, and what they compute.
 
     In names, `{stem}` is the prefix of the model's tensors, `{layer}` and `{second}` are the prefixes `block` and
     `second` of the layer's own, and `{index}` is its number.
@@ -155,7 +155,7 @@ FURTHER = {**dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe
            "hy_v3": HY3, **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), HY4), "bailing_hybrid": LING,
            "glm5_next_text": GLM5_NEXT, "minimax_m3_vl_text": MINIMAX_M3, "nemotron_h": NEMOTRON,
            "longcat_flash": LONGCAT, "step3p5": STEP}
-"""By `model_type`. Of other families further layers are not read."""
+"""By `model_type`. Of other families layers for multi-token prediction are not read."""
 
 SPECULATORS = FurtherLayers("mtp_layers.{index}.", False, {
     "embed_norm.scale": "{layer}token_layernorm.weight", "state_norm.scale": "{layer}hidden_layernorm.weight",

@@ -86,6 +86,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         losses = lambda window: np.asarray(token_losses(model, params, place_batch(window, mesh)))
         return bits_per_byte(losses, held, token_bytes(tokenizer), length, 8 * ways, limit)
 
+    loss = NextTokens(model, options.dtype, teacher, options.mix, reference, options.keep)
     # positions beyond the plateau's windows are untrained until the decay
     evaluate = lambda params, run: {
         "bits_per_byte": measure(params, batch_shape(options, context, run.decaying)[1], EVAL_WINDOWS)}
@@ -101,7 +102,8 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             window = place_batch(corpus.Batches(held, 8 * ways, context)[0], mesh)
             facts["acceptance"] = round(float(overlap(teacher, model, guide, exact, window).mean()), 4)
             where = "" if options.reference is None else f" on the {options.keep:.0%} of the tokens that can be learned"
-            rows["training"] = f"AdamW, distilled from `{name}` (KL and cross-entropy){where}, float32 master weights"
+            far = "KL" if loss.share == 1 else "KL and cross-entropy"
+            rows["training"] = f"AdamW, distilled from `{name}` ({far}){where}, float32 master weights"
             rows[f"drafts that `{name}` accepts"] = f"{facts['acceptance']:.1%}, held-out, temperature 1"
         publish(target, options.preset, model, shipped, tokenizer, facts,
                 dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT), introduction=INTRODUCTION,
@@ -109,9 +111,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                 figures=FIGURES.format(modulus=corpus.HELD_OUT_MODULUS, vocab=model.config.vocab))
         return f"{bits:.4f} held-out bits per byte"
 
+    # windows of the whole context take about a fifth longer for the same number of tokens
     return Recipe(
-        model.init_params(jax.random.key(options.seed)), NextTokens(
-            model, options.dtype, teacher, options.mix, reference, options.keep), batch,
-        lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda run: (guide, learned),
-        # windows of the whole context take about a fifth longer for the same number of tokens
-        shardings=shardings, decay_pace=1.2)
+        model.init_params(jax.random.key(options.seed)), loss, batch, lambda batch: batch[:, 1:].size, evaluate, finish,
+        extra=lambda run: (guide, learned), shardings=shardings, decay_pace=1.2)

@@ -224,7 +224,7 @@ class Options:
                          "lm diffusion drafter tune", choices=("float32", "bfloat16"))
     teacher: str | None = _option("directory (distillation: or name, or GGUF file) of a model to distil from; its "
                                   "tokenizer is used", only="lm tune")
-    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm tune")
+    mix: float | None = _option("share of KL(teacher || model), 0 to 1 (0.7; 1 with --reference)", only="lm tune")
     reference: str | None = _option("directory of a model of the same size that was distilled before; the KL then "
                                     "counts only where the model can still learn (AdaSPEC)", only="lm tune")
     keep: float = _option("share of the tokens that counts with --reference", 0.4, "lm tune")
@@ -272,7 +272,7 @@ class Options:
         preset = self.preset or self.system or self.objective or next(iter(known))
         if preset not in known:
             raise ValueError(f"preset: got {preset!r}; it takes one of {', '.join(known)}")
-        if not 0 <= self.mix <= 1:
+        if self.mix is not None and not 0 <= self.mix <= 1:
             raise ValueError(f"mix: got {self.mix}; it takes the share of the teacher's KL in the loss, 0 to 1")
         if self.reference is not None and self.teacher is None:
             raise ValueError(f"reference: got {self.reference!r} without a teacher; it takes None")

@@ -147,7 +147,7 @@ def test_the_package_shows_its_api_alone() -> None:
     assert all(getattr(dx, name) is not None for name in dx.__all__)
 
 
-@pytest.mark.parametrize(("shelf", "name"), [("algorithms", "sequoia"), ("caches", "snapkv")])
+@pytest.mark.parametrize(("shelf", "name"), [("algorithms", "specinfer"), ("caches", "snapkv")])
 def test_an_entry_is_a_function_whose_help_says_what_it_is(shelf: str, name: str) -> None:
     function = getattr(getattr(dx, shelf), name)
     text = function.__doc__

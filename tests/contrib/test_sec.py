@@ -9,6 +9,7 @@ import pytest
 import decodax as dx
 from decodax.contrib import sec
 from decodax.core.state import Status
+from decodax.core.types import Out
 from decodax.train import sub_model
 from tests.by_hand import logits
 from tests.small_models import PROMPTS, net
@@ -50,6 +51,29 @@ def test_drafts_are_verified_by_the_same_actions():
     assert tokens(quick, temperature=0.8, seed=3, algorithm="token-recycling:nodes=6") == plain
 
 
+def test_confidence_exits_where_the_likeliest_token_is_likely():
+    raw = np.random.default_rng(0).normal(0, 2, (3, 5, 7)).astype(np.float32)
+    out = Out(hidden=jnp.asarray(raw), entries=(), head=lambda hidden: hidden)
+    largest = (np.exp(raw) / np.exp(raw).sum(-1, keepdims=True)).max(-1)
+    for tau in (0.0, 0.4, 0.6, 1.0):
+        wanted = np.where(largest > tau, sec.EXIT, sec.CONTINUE)
+        assert sec.ConfidenceExit(tau).actions(None, 0, out).tolist() == wanted.tolist()
+    assert 0 < (largest > 0.6).sum() < 15
+
+
+@pytest.mark.wide
+def test_a_model_exits_by_confidence():
+    """Below all probabilities the model of the first exit decodes. About half of the tokens are above 0.1 at each exit;
+    then drafts are verified by the same exits as in plain decoding."""
+    sampled = dict(temperature=0.8, seed=3)
+    first = tokens(sub_model(lm(), 1), **sampled)
+    assert tokens(sec.with_exits(lm(), EXITS, sec.ConfidenceExit(0.0)), **sampled) == first
+    quick = sec.with_exits(lm(), EXITS, sec.ConfidenceExit(0.1))
+    plain = tokens(quick, **sampled)
+    assert plain not in (first, tokens(lm(), **sampled))
+    assert tokens(quick, algorithm="prompt-lookup:length=3", **sampled) == plain
+
+
 def test_the_controller_learns_the_right_actions():
     """Labels in NumPy; the loss falls below that of their frequencies."""
     texts = [[*out, 5] for out in tokens(lm(), eos_token_id=[])] + [[1, 2, 3, 4, 5, 6, 7]]
@@ -87,6 +111,8 @@ def test_parts_of_the_examples_teach_what_all_at_once_do():
     (r"exits: got \(2, 3\), takes rising numbers of layers from 1 to 2",
      lambda: sec.with_controller(lm(), always(0, 0), (2, 3))),
     (r"exits: got \(1,\), the controller has 2", lambda: sec.with_controller(lm(), always(0, 0), (1,))),
+    (r"exits: got \(3,\), takes rising numbers", lambda: sec.with_exits(lm(), (3,), sec.ConfidenceExit(0.5))),
+    ("tau: got 1.5", lambda: sec.ConfidenceExit(1.5)),
     ("texts: got 1, the shortest of 1", lambda: sec.fit_controller(lm(), [[3]], EXITS)),
     ("size, tokens: got 0 and 65536, take 1 or more", lambda: sec.fit_controller(lm(), [[3, 4]], EXITS, size=0)),
 ])

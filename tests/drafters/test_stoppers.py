@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.adaptive import fit_stoppers
 from decodax.algorithms.speculative.adaptive.fit_stoppers import acceptance_examples, length_examples
-from decodax.algorithms.speculative.adaptive.stoppers import accepted, draft_length, scores
+from decodax.algorithms.speculative.adaptive.stoppers import DraftLength, accepted, draft_length, scores
+from decodax.algorithms.speculative.heads.adaeagle import SurePrediction
+from decodax.algorithms.speculative.trees import ConfidenceChain
 from decodax.core import drivers
 from decodax.core.window import causal
 from tests.drafters.fresh import acceptance_head, fresh, length_network
@@ -74,6 +78,44 @@ def test_as_many_tokens_are_drafted_as_the_targets_hidden_state_predicts() -> No
         np.testing.assert_array_equal(np.asarray(s.stats.drafted) - before, wanted)
         seen |= set(wanted.tolist())
     assert len(seen) > 1
+
+
+@pytest.mark.wide
+def test_a_threshold_ends_a_chain_before_the_predicted_length() -> None:
+    target, draft, ids = lm("llama"), lm("sliding"), prompts(6)
+    source = DraftLength(dx.drafts.DraftModel(draft), length_network(target))
+
+    def proposed(shape: Any) -> tuple[np.ndarray, np.ndarray]:
+        bare = Speculative(source, shape=shape).bare()
+        _, params, chain, s = start(bare, "llama", ids, {}, draft=source.weights)
+        window = jax.jit(lambda s: bare.propose(params, chain, s)[0])(s)
+        return np.asarray(window.live.sum(1)) - 1, np.asarray(window.tokens)
+
+    predicted, tokens = proposed(ConfidenceChain(LENGTH, 0.5, None))
+    texts = np.zeros((6, 32), np.int32)
+    for text, prompt, drafts in zip(texts, ids, tokens, strict=True):
+        text[:len(prompt) + LENGTH] = [*prompt, *drafts[1:]]
+    one = draft.model.apply(draft.params, causal(texts[:1, :1], jnp.zeros(1, jnp.int32)), draft.model.init_cache(1, 0))
+    top = np.asarray(jax.nn.softmax(one.head(hidden("sliding", texts))).max(-1))
+    sure = np.stack([np.cumprod(row[len(prompt) - 1:][:LENGTH]) for row, prompt in zip(top, ids, strict=True)])
+    threshold = float(np.median(sure[:, 1]))
+    counts, _ = proposed(SurePrediction(LENGTH, threshold))
+    wanted = [min(n, 1 + int((row >= threshold).sum())) for n, row in zip(predicted, sure, strict=True)]
+    assert counts.tolist() == wanted and 0 < (counts < predicted).sum() < 6
+    assert proposed(SurePrediction(LENGTH, 0.0))[0].tolist() == predicted.tolist()
+    alg: Any = dx.algorithms.make("adaeagle", target, fresh("eagle", target), network=length_network(target),
+                                  threshold=0.4)
+    assert alg.shape == SurePrediction(8, 0.4)
+
+
+@pytest.mark.wide
+def test_examples_of_acceptance_do_not_depend_on_what_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = acceptance_examples(lm("llama"), lm("sliding"), prompts(5), 0.15, 1.0, 24)
+    monkeypatch.setattr(fit_stoppers, "ROWS", 2)
+    monkeypatch.setattr(fit_stoppers, "PLACES", 7)
+    parts = acceptance_examples(lm("llama"), lm("sliding"), prompts(5), 0.15, 1.0, 24)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.wide

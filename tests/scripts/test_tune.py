@@ -209,6 +209,15 @@ def test_a_gguf_file_with_packed_weights_teaches(options: Options, tmp_path: Pat
     assert facts["after"]["divergence"] < facts["before"]["divergence"]
 
 
+def test_the_command_of_a_run_with_a_reference_says_a_share_of_the_divergence_that_was_given(options: Options) -> None:
+    """By default it is 1 with a reference and 0.7 without one."""
+    own = replace(options, objective="distillation", preset="distillation", teacher="pycode", reference="pycode-draft")
+    for mix in (None, 0.7, 1.0):
+        command = replace(own, mix=mix).command(3, None)
+        again = from_arguments(train.parser().parse_args(shlex.split(command)[2:]))
+        assert again.mix == mix and again.reference == own.reference
+
+
 def test_a_teacher_that_does_not_fit_is_refused(options: Options) -> None:
     for objective, given in (("distillation", None), ("msn", "pycode")):
         own = replace(options, objective=objective, preset=objective, teacher=given)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.train.language_model import hardest
+from decodax.train.language_model import NextTokens, hardest
 from decodax.train.tuning import DistilledAnswers
 
 LOGITS = {name: jax.random.normal(jax.random.key(i), (2, 10, 7)) for i, name in enumerate(("own", "teacher", "known"))}
@@ -36,6 +36,19 @@ def test_the_divergence_counts_at_answers_and_with_a_reference_where_the_student
     assert float(found) == pytest.approx(0.8 * chosen.mean() + 0.2 * truth, rel=1e-5)
     assert float(scalars["divergence"]) == pytest.approx(own.mean(), rel=1e-5)
     assert float(scalars["acceptance"]) == pytest.approx(np.minimum(np.exp(p), np.exp(q)).sum(-1)[at].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("reference", "share"), [(None, 0.7), (Given("known"), 1.0)])
+def test_with_a_reference_the_loss_is_the_divergence_alone(reference, share):
+    """As in the authors' trainer; the cross-entropy would also count the tokens that are left out."""
+    one = jnp.float32(1)
+    losses = [DistilledAnswers(Given("own"), Given("teacher"), mix, reference)(one, (TOKENS, LEARNED), (one, one))[0]
+              for mix in (None, share)]
+    assert losses[0] == losses[1]
+    assert NextTokens(Given("own"), "float32", Given("teacher"), None, reference).share == share
+    kept = [NextTokens(Given("own"), "float32", Given("teacher"), mix, reference)(one, TOKENS, (one, one))[0]
+            for mix in (None, share)]
+    assert kept[0] == kept[1]
 
 
 def test_what_does_not_count_does_not_move_the_threshold():

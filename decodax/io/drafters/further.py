@@ -87,7 +87,7 @@ def read_further(path: Path, config: Mapping[str, Any], found: list[str], dtype:
     Args:
         path: the model's directory.
         config: its `config.json`.
-        found: the tensors of further layers, from `further_in`.
+        found: the tensors of the layers, from `further_in`.
         dtype: dtype of the weights. Those of a quantised checkpoint stay packed.
 
     Raises:

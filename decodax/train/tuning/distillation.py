@@ -1,8 +1,9 @@
 """Distillation of a draft model that exists already from the model that it drafts for, on answers to prompts: of all
 their tokens, or of those that the draft model can still learn (AdaSPEC: Hu et al., 2025).
 
-AdaSPEC distils a copy of the draft model first, the reference. The divergence from the teacher then counts at the share
-of tokens at which the draft model's is furthest above the reference's, since a small model cannot learn all.
+AdaSPEC distils a copy of the draft model first, the reference, by the divergence from the teacher alone (`mix=1`). The
+loss of the draft model is then its divergence at the share of tokens at which this is furthest above the reference's,
+since a small model cannot learn all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import Array
 
 from decodax.models import Transformer
 from decodax.train.drafting.losses import overlap_of
-from decodax.train.language_model import Network, cross_entropy, distance, divergence
+from decodax.train.language_model import Network, cross_entropy, distance, divergence, share_of
 from decodax.train.loop import cast
 
 Tree = Any
@@ -32,7 +33,7 @@ class DistilledAnswers:
     Attributes:
         network: the trained network.
         teacher: the network whose distribution is distilled.
-        mix: weight of the divergence from the teacher, 0 to 1.
+        mix: weight of the divergence from the teacher, 0 to 1; None: 1 with a reference, as in AdaSPEC, else 0.7.
         reference: a network of the student's size that was distilled before, or None: the divergence then counts only
             where the student can still learn, see `decodax.train.language_model.hardest`.
         keep: share of the tokens that counts then.
@@ -41,7 +42,7 @@ class DistilledAnswers:
 
     network: Network
     teacher: Network
-    mix: float = 0.7
+    mix: float | None = None
     reference: Network | None = None
     keep: float = 0.4
     dtype: str = "float32"
@@ -59,7 +60,8 @@ class DistilledAnswers:
         truth = _mean(cross_entropy(logits, tokens[:, 1:]), learned)
         known = None if self.reference is None else jax.lax.stop_gradient(
             self.reference.forward(cast(extra[1], self.dtype), tokens[:, :-1]))
-        loss = self.mix * distance(guide, logits, known, self.keep, learned) + (1 - self.mix) * truth
+        share = share_of(self.mix, self.reference)
+        loss = share * distance(guide, logits, known, self.keep, learned) + (1 - share) * truth
         return loss, {"loss": loss, "cross_entropy": truth, "divergence": _mean(divergence(guide, logits), learned),
                       "acceptance": _mean(overlap_of(guide, logits), learned)}
 

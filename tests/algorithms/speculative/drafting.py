@@ -2,6 +2,7 @@
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,13 @@ def periodic(tokens, length):
 
 
 @struct
+class Alone(Struct):
+    """The cache of a model without inputs beside its tokens, as drafts see it."""
+
+    inputs: Any = None
+
+
+@struct
 class Rows(Struct):
     """What drafts read of a state."""
 
@@ -33,6 +41,7 @@ class Rows(Struct):
     prompt_length: jax.Array
     running: jax.Array
     key: jax.Array
+    cache: Alone = Alone()
 
     @property
     def batch(self):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decodax.algorithms import make
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative, fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.algorithms.speculative.adaptive.fit_sequoia import fit_acceptance, fit_sequoia
@@ -72,6 +73,24 @@ def test_sequoias_acceptance_is_measured_for_each_rank_and_gives_its_tree() -> N
     assert tree == sequoia_tree(found, 6, 8)
     with pytest.raises(ValueError, match=r"sizes: got \(1,\), takes one or more numbers of at least 2"):
         fit_sequoia(LLAMA, table, samples, sizes=[1])
+
+
+@pytest.mark.wide
+def test_sequoia_measures_acceptance_on_samples_and_takes_its_tree() -> None:
+    """A model accepts its own first choices and no others in greedy decoding, so the best tree is a chain."""
+    samples = [sample(9), sample(4)]
+    own: Any = make("sequoia", LLAMA, LLAMA, samples=samples, nodes=5, length=None)
+    assert own.shape.is_chain and own.shape.length == 5
+    typical: Any = make("sequoia", LLAMA, LLAMA, nodes=5, length=None)
+    assert typical.shape == sequoia_tree((0.6, 0.15, 0.07, 0.04), 5) != own.shape
+
+
+def test_sequoia_takes_samples_or_what_they_would_give() -> None:
+    for given in (dict(acceptance=(0.5, 0.1)), dict(shape=Fixed.balanced(2, 1))):
+        with pytest.raises(ValueError, match=r"^samples: got some beside acceptance=.* takes one of the three"):
+            make("sequoia", LLAMA, LLAMA, samples=[[1, 2]], **given)
+    with pytest.raises(ValueError, match=r"^samples: got some without the model that they are measured with"):
+        make("sequoia", draft=LLAMA, samples=[[1, 2]])
 
 
 @pytest.mark.full

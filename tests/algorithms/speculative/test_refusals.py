@@ -33,6 +33,7 @@ from decodax.algorithms.speculative.drafts import (
     TargetRooted,
 )
 from decodax.algorithms.speculative.drafts.self.knn_ssd import fit_anchors
+from decodax.algorithms.speculative.heads.adaeagle import SurePrediction
 from decodax.algorithms.speculative.trees import (
     CaPE,
     Chain,
@@ -113,6 +114,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     # shapes
     ("length: got 0, takes at least 1", lambda: ConfidenceChain(0)),
     ("threshold: got 2, takes 0 to 1", lambda: ConfidenceChain(threshold=2)),
+    ("threshold: got 2, takes 0 to 1", lambda: SurePrediction(threshold=2)),
     ("delta: got -1", lambda: OptTree(delta=-1)), ("bins: got", lambda: CaPE(bins=((0.5, 2),))),
     ("nodes: got 4, takes at least the length, 5", lambda: CaPE(5, nodes=4)),
     ("nodes: got 0", lambda: DySpec(nodes=0)), ("acceptance: got", lambda: sequoia_tree([1.5], 2)),

@@ -107,7 +107,7 @@ def released_layer_tables(tensors, count):
 
 
 class Case:
-    """A checkpoint with a further layer, what it computes in transformers, and what this library loads."""
+    """A checkpoint with a layer for multi-token prediction, what it computes in transformers, and what loads here."""
 
     def __init__(self, name, directory, **more):
         """`more` are further options of the target."""
@@ -117,7 +117,7 @@ class Case:
         self.target = tiny.build(case, **{
             "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"] * self.count,
             "mtp_mlp_layer_types": ["sparse"] * self.count, **copy.deepcopy({**options, **more})})
-        if name == "mimo-v2-flash":         # transformers reads no further layers of this family
+        if name == "mimo-v2-flash":         # transformers reads no such layers of this family
             self.target.config.num_mtp_layers = 1
         if self.parts is STEP:              # nor the number in this entry
             self.target.config.text_config.num_nextn_predict_layers = self.count

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from decodax.algorithms.speculative.adaptive.fit_lengths import minimized
 from decodax.algorithms.speculative.adaptive.fit_trees import begun, continued
@@ -24,6 +25,10 @@ from decodax.core.window import causal
 
 REJECTED, MIXED = 6.0, 0.15
 """Weight of a rejection and share of the target's tokens in the training of SpecDec++, the authors'."""
+
+ROWS, PLACES = 4, 64
+"""Numbers of texts whose hidden states, and of their tokens whose logits, are computed at once for an acceptance head.
+With a vocabulary of 128,000 tokens an array of such logits takes 131 MB."""
 
 WIDTHS = (256, 64)
 """Widths of the hidden layers of AdaEAGLE's network, which the paper leaves open."""
@@ -87,25 +92,43 @@ def acceptance_examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], m
     source = DraftModel(draft).for_vocabulary(lm.vocab_size)
     apply = lambda model, weights, tokens: model.apply(
         weights, causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32)), model.init_cache(tokens.shape[0], 0))
+    most = int(texts.length.max())
+    rows, width = min(ROWS, len(samples)), min(PLACES, most - 1)
 
     @jax.jit
-    def measured(target: Any, own: Any, tokens: Array, key: Array) -> tuple[Array, Array]:
-        draws, kept = jax.random.split(key)
-        q = jax.nn.log_softmax(apply(source.fitted, own, tokens).logits() / temperature)[:, :-1]
-        p = jax.nn.log_softmax(apply(lm.model, target, tokens).logits() / temperature)[:, :-1]
-        drawn = jax.random.categorical(draws, q).astype(jnp.int32)
-        of = lambda log: jnp.take_along_axis(log, drawn[..., None], -1)[..., 0]
-        chance = jnp.exp(jnp.minimum(of(p) - of(q), 0))
-        own_token = jax.random.uniform(kept, drawn.shape) >= mixed
-        position = jnp.arange(1, tokens.shape[1])
-        new = (position >= texts.prompt_length[:, None]) & (position < texts.length[:, None])
+    def measured(target: Any, own: Any, row: Array, key: Array) -> tuple[Array, Array]:
+        """Returns hidden states `f32[R, T - 1, D]` and probabilities `f32[R, T - 1]`, -1 at tokens that are no
+        examples, for the texts `row`, `i32[R]`."""
+        tokens = texts.tokens[row, :most]
+        keys = jax.vmap(jax.random.split)(jax.vmap(functools.partial(jax.random.fold_in, key))(row))
+        outs = apply(source.fitted, own, tokens), apply(lm.model, target, tokens)
+
+        def judged(start: Array) -> tuple[Array, Array]:
+            place = jnp.broadcast_to(jnp.minimum(start + jnp.arange(width), most - 2), (len(row), width))
+            log_q, log_p = (jax.nn.log_softmax(out.logits(place) / temperature) for out in outs)
+            # by text and place, so that the draws do not depend on what is computed at once
+            each = jax.vmap(lambda key, places: jax.vmap(functools.partial(jax.random.fold_in, key))(places))
+            drawn = jax.vmap(jax.vmap(jax.random.categorical))(each(keys[:, 0], place), log_q).astype(jnp.int32)
+            of = lambda log: jnp.take_along_axis(log, drawn[..., None], -1)[..., 0]
+            return drawn, jnp.exp(jnp.minimum(of(log_p) - of(log_q), 0))
+
+        whole = lambda x: x.swapaxes(0, 1).reshape(len(row), -1)[:, :most - 1]
+        drawn, chance = jax.tree.map(whole, lax.map(judged, jnp.arange(0, most - 1, width)))
+        own_token = jax.vmap(lambda key: jax.random.uniform(key, (most - 1,)))(keys[:, 1]) >= mixed
+        position = jnp.arange(1, most)
+        new = (position >= texts.prompt_length[row, None]) & (position < texts.length[row, None])
         read = jnp.concatenate([tokens[:, :1], jnp.where(own_token & new, drawn, tokens[:, 1:])], 1)
         hidden = apply(source.fitted, own, read).hidden[:, 1:]
         return hidden.astype(jnp.float32), jnp.where(own_token & new, chance, -1)
 
-    hidden, chance = measured(lm.params, source.weights, texts.tokens, jax.random.key(seed))
-    found = np.asarray(chance) >= 0
-    return jnp.asarray(np.asarray(hidden)[found]), jnp.asarray(np.asarray(chance)[found])
+    states, chances = [], []
+    for first in range(0, len(samples), rows):
+        row = np.arange(first, first + rows) % len(samples)         # the last group is filled up with other texts
+        hidden, chance = map(np.asarray, measured(lm.params, source.weights, row, jax.random.key(seed)))
+        found = (chance >= 0) & (np.arange(first, first + rows) < len(samples))[:, None]
+        states.append(hidden[found])
+        chances.append(chance[found])
+    return jnp.asarray(np.concatenate(states)), jnp.asarray(np.concatenate(chances))
 
 
 def fit_draft_length(lm: Any, source: Source, samples: Sequence[Sequence[int]], *, length: int = 8,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from decodax.algorithms.speculative.adaptive.fit_acceptance import fit_acceptance
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed, Path
@@ -21,6 +22,9 @@ from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.verify.mcsd import MultiRound
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
+
+TYPICAL = (0.6, 0.15, 0.07, 0.04)
+"""Typical probabilities that the k-th child is accepted, for models that were not measured."""
 
 
 def expected(acceptance: Sequence[float], tree: Fixed) -> float:
@@ -84,23 +88,37 @@ def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft:
 @ALGORITHMS.register("sequoia", "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding",
                      "Chen et al. 2024", family="speculative-tree", needs="a draft model",
                      guarantee="distribution-exact")
-def sequoia(draft: Any, acceptance: tuple[Share, ...] = (0.6, 0.15, 0.07, 0.04), nodes: Count = 24,
-            length: Count | None = 8, shape: Fixed | None = None) -> Speculative:
+def sequoia(draft: Any, acceptance: tuple[Share, ...] | None = None, nodes: Count = 24, length: Count | None = 8,
+            shape: Fixed | None = None, samples: Any = None, lm: Any = None) -> Speculative:
     """Drafts the tree with the largest expected number of tokens for given probabilities of acceptance, found by
     dynamic programming.
 
-    The default probabilities are a typical example. `dx.train.fit_sequoia` measures those of your models and the times
-    of your machine, and returns the tree for `shape`.
+    The default probabilities are a typical example. With `samples` those of your models are measured, by greedy
+    decoding. `dx.train.fit_sequoia` measures them for your sampling options, and the times of your machine, and returns
+    the tree for `shape`.
 
     Args:
         draft: the draft model.
         acceptance: probability that the k-th child of a node is accepted, for each k; a node has at most this number of
-            children.
+            children. None: those measured with `samples`, or else 0.6, 0.15, 0.07 and 0.04.
         nodes: number of drafts.
         length: largest number of drafts on a path; None: no limit.
         shape: the tree, in place of the one that follows from the other options; None: that one.
+        samples: prompts as token ids, on which to measure the probabilities.
+        lm: the target, which only `samples` need.
+
+    Raises:
+        ValueError: `samples` beside `acceptance` or `shape`, or without a target.
     """
-    return Speculative(DraftModel(draft), MultiRound(), shape or sequoia_tree(acceptance, nodes, length))
+    if samples is not None:
+        if (acceptance, shape) != (None, None):
+            raise ValueError(f"samples: got some beside acceptance={acceptance} and shape={shape}; takes one of the "
+                             "three")
+        if lm is None:
+            raise ValueError("samples: got some without the model that they are measured with; give lm=")
+        acceptance = fit_acceptance(lm, DraftModel(draft), samples)
+    tree = shape or sequoia_tree(TYPICAL if acceptance is None else acceptance, nodes, length)
+    return Speculative(DraftModel(draft), MultiRound(), tree)
 
 
 class _Table:

@@ -19,6 +19,7 @@ from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.trees.threshold import Predictor, chances, check_chance, grow_chain, probability
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 
@@ -55,11 +56,11 @@ class RiskThreshold(Shape):
                      "Huang et al. 2024", family="speculative-linear", needs="a draft model and samples",
                      guarantee="seed-exact")
 def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.7, head: Any = None,
-                      samples: Any = None) -> Speculative:
+                      samples: Any = None, verify: Verifier | None = None) -> Speculative:
     """Drafts with a draft model until it is likely that some draft will be rejected.
 
     A head on the draft model's hidden states predicts whether its newest token is accepted. Give the head, or samples
-    to train it on.
+    to train it on. It is trained on the probability with which the paper's rule, `dx.verify.Rejection()`, accepts.
 
     Args:
         lm: the target.
@@ -68,6 +69,8 @@ def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share 
         threshold: predicted probability of a rejection above which the chain ends.
         head: a result of `decodax.train.fit_acceptance_head`.
         samples: prompts as token ids, to train a head on.
+        verify: the rule that accepts drafts; None: seed-exact.
     """
     head = given_or_fitted("specdec++", "head", fit_acceptance_head, head, samples, lm, draft)
-    return Speculative(AcceptanceHead(DraftModel(draft), head), shape=RiskThreshold(length, threshold, None))
+    return Speculative(AcceptanceHead(DraftModel(draft), head), verify or SeedExact(),
+                       RiskThreshold(length, threshold, None))
