@@ -136,8 +136,7 @@ class Options:
                                     "drafter: --corpus)", (), "drafter tune", nargs="+", type=str, metavar="FILE")
     target: str = _option("name, directory or GGUF file of the model that is tuned, or that is drafted for", "pycode",
                           "drafter tune")
-    own_chats: int | None = _option("chats that the target writes itself, the questions too, as data beside --data",
-                                    None, "drafter tune", metavar="N")
+    own_chats: int | None = _option("chats that the target writes, beside --data", None, "drafter tune", metavar="N")
     widen: bool = _option("use arrays in place of the packed weights of the target, such as those of a GGUF file",
                           False, "drafter tune")
     keep_features: bool = _option("run the target once over the text and keep what the drafter reads of it in OUTPUT, "
@@ -314,10 +313,9 @@ class Options:
             object.__setattr__(self, name, value)
         if self.recipe == "diffusion":
             self._check_diffusion()
-        for option in dataclasses.fields(self):
-            value, takes = getattr(self, option.name), option.metadata.get("parse", {}).get("choices")
-            if takes and value is not None and value not in takes:
-                raise ValueError(f"{option.name}: got {value!r}; it takes {' or '.join(takes)}")
+        for name, takes in ((f.name, f.metadata.get("parse", {}).get("choices")) for f in dataclasses.fields(self)):
+            if takes and (value := getattr(self, name)) is not None and value not in takes:
+                raise ValueError(f"{name}: got {value!r}; it takes {' or '.join(takes)}")
 
     def _check_diffusion(self) -> None:
         if not 0 <= self.apart <= 1 or (self.apart and (self.stage or self.block or self.settings.text)):
