@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.front.generate import generate
+import decodax as dx
 from decodax.train.language_model import cross_entropy
 from decodax.train.loop import cast
 from decodax.train.tuning.examples import Example, ExampleRows
@@ -102,7 +102,7 @@ def own_targets(lm: Any, rows: ExampleRows, together: int = 32) -> np.ndarray:
     for at in range(0, len(rows), together):
         some = rows[at:at + together]
         firsts, sizes = some.learned.argmax(1), some.learned.sum(1)
-        out = generate(lm, [row[:first].tolist() for row, first in zip(some.tokens, firsts, strict=True)],
+        out = dx.generate(lm, [row[:first].tolist() for row, first in zip(some.tokens, firsts, strict=True)],
                        max_new_tokens=int(sizes.max()), eos_token_id=[], temperature=1.0)
         for i, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
             made[at + i, first:first + size] = np.asarray(out.tokens)[i, :size]
