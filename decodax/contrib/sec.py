@@ -77,7 +77,8 @@ class ActionRule(Protocol):
     """A rule that chooses actions after some layers. It is static under jit: an instance of a frozen dataclass."""
 
     def actions(self, controller: Any, exit: int, out: Out) -> Array:
-        """Returns the action (`CONTINUE`, `EXIT` or `STOP`) for each node, `i32[B, W]`.
+        """Returns the action (`CONTINUE`, `EXIT` or `STOP`) for each node, `i32[B, W]`; `STOP` takes a model with a
+        token that ends texts.
 
         Args:
             controller: the rule's weights, those of the model under "controller"; None if it has none.
@@ -236,8 +237,10 @@ def with_exits(lm: LM, exits: Sequence[int], rule: ActionRule, controller: Any =
         controller: weights of the rule; None: it has none.
 
     Raises:
-        ValueError: another model, or numbers of layers that it does not have.
+        ValueError: another model, numbers of layers that it does not have, or no weights for `ByController`.
     """
+    if isinstance(rule, ByController) and controller is None:
+        raise ValueError("controller: got None, and the rule ByController takes one; see `with_controller`")
     model = StopExitModel(lm.model, checked(lm, exits), lm.eos[0] if lm.eos else -1, rule)
     return dataclasses.replace(lm, model=model, params={"network": lm.params, "controller": controller},
                                directory=None)

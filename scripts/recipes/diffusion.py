@@ -103,8 +103,9 @@ class Source:
         o = self.options
         if self.kept is None:
             count = HELD_OUT_SHIPPED if published else HELD_OUT_EACH
-            found = accuracy(self.model, self.kind, params, count, span=o.span)
-            more = accuracy(self.model, self.kind, params, count, at_once=True, span=o.span) if at_once else {}
+            span = o.span if o.stage else None
+            found = accuracy(self.model, self.kind, params, count, span=span)
+            more = accuracy(self.model, self.kind, params, count, at_once=True, span=span) if at_once else {}
             return {**found, **{f"{name}, all at once": x for name, x in more.items()}}
         usual = o.settings.options["length"]
         return {"bits_per_byte": md.bound_per_byte(

@@ -59,13 +59,16 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
     if options.system not in MASKED and (options.draft, options.mask) != (None, None):
         raise ValueError(f"draft, mask: got {options.draft!r} and {options.mask} for {options.system!r}, which tunes "
                          "no draft model; takes None")
+    if options.system in MASKED and options.draft_vocab is not None:
+        raise ValueError(f"draft_vocab: got {options.draft_vocab}, and the draft model of {options.system!r} predicts "
+                         "all tokens; takes None")
     draft = masked_draft(lm, options.system, options.draft, options.drafts, options.mask, options.loss, options.seed,
                          options.dtype, size, options.start) if options.system in MASKED else None
+    start = load_start(options.start, lm, options.draft_vocab) if options.start and draft is None else None
     everywhere = NamedSharding(mesh, PartitionSpec())
     frozen = jax.device_put(lm.params, everywhere)
     files = files_of_examples(options, lm, console)
     text = examples(lm, files) if files else source_code(lm, options.corpus)
-    start = load_start(options.start, lm, options.draft_vocab) if options.start and draft is None else None
     ids = predicted_tokens(options.system, lm, text, options.draft_vocab) if start is None else start.ids
     loss = options.loss or ("hard" if options.joint else None)      # heads learn the text's tokens, as in the papers
     objective: Any = objective_of(options.system, lm, ids, options.drafts, loss, options.dtype, size,

@@ -37,6 +37,9 @@ NEW = 64
 
 def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
+    for name in ("own_chats", "keep_features", "widen", "loss", "draft", "draft_vocab", "corpus"):
+        if value := getattr(options, name):
+            raise ValueError(f"{name}: got {value!r} for 'specdec', which does not read it; takes the default")
     lm = dx.load(options.target, dtype="float32")
     if not isinstance(lm.model, EncoderDecoder) or lm.model.config.features is not None or lm.start is None:
         raise ValueError(f"target: got {lm.name!r}, a {type(lm.model).__name__}; takes an encoder-decoder of text")

@@ -191,7 +191,7 @@ class Options:
     encoder_layers: int | None = _option("specdec: its encoder layers (default: as the target)", only="drafter")
     mlp: int | None = _option("width of the MLPs of its layers, units of a head of blockwise-parallel and mumo, or "
                               "width of the state of mlp-speculator with --own-head", only="drafter")
-    own_head: bool = _option("medusa, hydra, chimera, mlp-speculator: vocabulary matrices of its own", False, "drafter")
+    own_head: bool = _option("its own vocabulary matrices: medusa, hydra, chimera, mlp-speculator", False, "drafter")
     tied: bool = _option("mlp-speculator: the steps share all weights but the first projection", False, "drafter")
     scale_input: bool = _option("mlp-speculator: normalise the target's hidden state", False, "drafter")
     ensemble: int | None = _option("ppd: embeddings of each prompt token (default: 1)", only="drafter")

@@ -81,7 +81,9 @@ def test_the_entry_takes_the_numbers_of_published_files_and_is_a_chain_without_t
     assert made().drafter.form == Chain(3)
     assert made(candidates=5).drafter.form == LikeliestPaths(5, (5, 4, 3))
     assert made(candidates=4, top=(3, 2)).drafter.form == LikeliestPaths(4, (3, 2))
-    assert made(candidates=4, shape=Chain(2)).drafter.form == Chain(2)
+    assert made(shape=Chain(2)).drafter.form == Chain(2)
+    with pytest.raises(ValueError, match=r"^candidates, top: got 4 and None beside shape="):
+        made(candidates=4, shape=Chain(2))
     assert LikeliestPaths(4, (3, 2)).least_nodes == 3 + 4
     with pytest.raises(ValueError, match=r"candidates: got 7, takes 1 to 6, the number of paths of \(3, 2\)"):
         made(candidates=7, top=(3, 2))

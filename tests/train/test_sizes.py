@@ -109,7 +109,7 @@ def test_vocabulary_matrices_begin_as_the_targets_and_may_predict_some_of_its_to
             found = head["kernel"] if system == "chimera" else head["head"]["kernel"]
             assert np.array_equal(found, np.concatenate([wanted] * (1 + (system == "chimera")))), system
     assert np.array_equal(bias, np.zeros(VOCABULARY))
-    with pytest.raises(ValueError, match="ids: 'mlp-speculator' also reads tokens by a table of its own"):
+    with pytest.raises(ValueError, match="takes None: 'mlp-speculator' also reads tokens by a table"):
         objective_of("mlp-speculator", target, some, size=own)
 
 
@@ -209,3 +209,10 @@ def test_sizes_that_a_drafter_does_not_have_are_refused():
         masked_draft(target, "pard", size=DrafterSize(layers=99))
     assert masked_draft(target, "pard", size=DrafterSize(layers=2)).draft.model.depth == 2
     assert set(LAYERED) | set(WIDE) <= SYSTEMS.keys()
+
+
+def test_options_that_a_drafter_does_not_read_are_refused():
+    with pytest.raises(ValueError, match=r"^at: got \(0, 1\), takes at most 1 layers, one for each draft"):
+        objective_of("hidden-transfer", lm("llama"), drafts=1, size=DrafterSize(at=(0, 1)))
+    with pytest.raises(ValueError, match=r"^drafts, loss: got 3 and None, takes None: 'mumo' drafts units"):
+        objective_of("mumo", lm("llama"), np.array([[2, 3, -1], [5, 7, 9]]), drafts=3)

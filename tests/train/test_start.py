@@ -47,6 +47,20 @@ def test_the_layers_that_a_drafter_reads_stay_those_that_it_was_trained_with(tmp
         started(objective_of("hidden-transfer", lm("llama"), size=DrafterSize(at=(0,))), drafter)
 
 
+@pytest.mark.parametrize("system", ["eagle-3", "p-eagle", "dflash", "dflash2"])
+def test_a_published_drafter_says_what_no_option_sets(system, tmp_path):
+    """Their readers set the width of features and the size of the table, and a block's mask is a token."""
+    drafter, _, params = before(system, tmp_path, SOME if SYSTEMS[system].share < 1 else None)
+    head = dataclasses.replace(drafter.head, feature_width=drafter.head.config.width)
+    if hasattr(head, "table_size"):
+        head = dataclasses.replace(head, table_size=VOCABULARY)
+    if system.startswith("dflash"):
+        head, params = dataclasses.replace(head, mask=5), {name: x for name, x in params.items() if name != "mask"}
+    objective, first = started(objective_of(system, lm("llama"), drafter.ids),
+                               dataclasses.replace(drafter, head=head, params=params))
+    assert objective.head == head and first.keys() == params.keys()
+
+
 def test_hass_starts_from_eagle_and_layers_keep_their_own_options(tmp_path):
     drafter, _, _ = before("eagle", tmp_path)
     config = dataclasses.replace(drafter.head.config, context=99)

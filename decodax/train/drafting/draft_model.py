@@ -54,8 +54,8 @@ class MaskedDraft:
             (target / "pard_warp_model").mkdir(exist_ok=True)
             save_file(projection, target / "pard_warp_model" / "model.safetensors")
             entries |= {"spd_type": "pard2", "pard2": True, "pard2_scale": self.aligned.scale,
-                        "pard2_target_dim": projection["target_proj.weight"].shape[1], "pard2_proj_bias": False,
-                        "pard2_target_layers": self.aligned.states}
+                        "pard2_target_dim": projection["target_proj.weight"].shape[1], "pard2_proj_bias":
+                        "target_proj.bias" in projection, "pard2_target_layers": self.aligned.states}
         config = target / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | entries, indent=2) + "\n")
 

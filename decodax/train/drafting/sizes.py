@@ -29,9 +29,9 @@ class DrafterSize:
     """The size of a drafter, where it differs from the default of its method. None and False: the default.
 
     Attributes:
-        own_head: True gives each head a vocabulary matrix of its own, as published heads have (Medusa, Hydra, Chimera,
-            the MLP speculator, which also gets embeddings of its own); False: all use the target's, if that is the
-            default.
+        own_head: True gives each head a vocabulary matrix of its own, as published heads have (Medusa, Hydra, Hydra++,
+            Chimera, the MLP speculator, which also gets embeddings of its own); False: all use the target's, if that is
+            the default.
         layers: number of decoder layers; for heads without any, of residual blocks of each head, which share weights as
             in the authors' code (Medusa, Hydra); for a draft model that is tuned (PARD), of the target's first layers;
             for an encoder-decoder (SpecDec), of its decoder.

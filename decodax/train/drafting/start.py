@@ -34,8 +34,9 @@ def started(objective: Any, drafter: TrainedDrafter) -> tuple[Any, Weights]:
     """Returns the objective of a drafter, and the weights with which its training starts, from a drafter that was
     trained before.
 
-    The target's layers that it reads, its mask token, and options of its decoder layers such as the number of positions
-    are those of that drafter, since no option of the recipe sets them; all others have to be the same.
+    What no option of the recipe sets are those of that drafter: the target's layers that it reads and their width, its
+    mask token, the size of its embedding table, and options of its decoder layers such as the number of positions. All
+    others have to be the same.
 
     Args:
         objective: a result of `objective_of`, with the same number of drafts.
@@ -51,10 +52,13 @@ def started(objective: Any, drafter: TrainedDrafter) -> tuple[Any, Weights]:
         raise ValueError(f"{said} with a {type(head).__name__}, takes one with a {type(own).__name__}")
     if isinstance(head, BlockHead):     # the temperatures of a confidence head are fitted after the training
         head = dataclasses.replace(head, temperatures=own.temperatures)
-    kept = ("mask",) if isinstance(head, HiddenTransferHead) else ("mask", "taps")
+    kept = {"mask", "taps", "feature_width", "table_size"} & {field.name for field in dataclasses.fields(own)}
+    if isinstance(head, HiddenTransferHead):        # whose layers are an option
+        kept -= {"taps"}
+    own = dataclasses.replace(own, **{name: getattr(head, name) for name in kept})
     for field in dataclasses.fields(own):
         before, now = getattr(head, field.name), getattr(own, field.name)
-        if before != now and field.name not in kept and not dataclasses.is_dataclass(now):
+        if before != now and not dataclasses.is_dataclass(now):
             raise ValueError(f"{said} with {field.name} {before!r}, takes one with {now!r}, as the options say")
     shapes = {name: x.shape for name, x in flatten(own.abstract_params()).items()}
     found = {name: x.shape for name, x in flatten(drafter.params).items()}

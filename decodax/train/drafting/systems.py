@@ -244,12 +244,17 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
     if isinstance(head, UnitHead):
         if ids is None or np.ndim(ids) != 2:
             raise ValueError(f"ids: got {'none' if ids is None else np.shape(ids)}, {system!r} takes units [U, L]")
+        if (drafts, loss) != (None, None):
+            raise ValueError(f"drafts, loss: got {drafts} and {loss!r}, takes None: {system!r} drafts units, and has "
+                             "one loss")
         head = dataclasses.replace(head, heads=ids.shape[1] - 1)
         return NextUnit(lm.model, head, tuple(map(tuple, np.asarray(ids).tolist())), dtype)
     if ids is not None and not head.own_head:
-        raise ValueError(f"ids: {system!r} uses the target's vocabulary matrix, so it predicts all tokens")
+        raise ValueError(f"ids: got {len(ids)} tokens (--draft-vocab), takes None: {system!r} uses the target's "
+                         "vocabulary matrix, so it predicts all tokens")
     if ids is not None and isinstance(head, MLPSpeculatorHead):
-        raise ValueError(f"ids: {system!r} also reads tokens by a table of its own, so it predicts all tokens")
+        raise ValueError(f"ids: got {len(ids)} tokens (--draft-vocab), takes None: {system!r} also reads tokens by a "
+                         "table of its own, so it predicts all tokens")
     chosen = None if ids is None else tuple(map(int, ids))
     if isinstance(head, BlockHead):
         head = dataclasses.replace(head, block=(drafts or own.drafts) + head.offset)
@@ -270,6 +275,8 @@ def objective_of(system: str, lm: Any, ids: np.ndarray | None = None, drafts: in
         head = dataclasses.replace(head, heads=heads)
         if isinstance(head, HiddenTransferHead) and not 0 <= head.taps[0] <= head.taps[-1] < lm.model.depth:
             raise ValueError(f"at: got {head.taps}, takes layers of {lm.name!r} from 0 to {lm.model.depth - 1}")
+        if size.at is not None and len(size.at) > heads:
+            raise ValueError(f"at: got {size.at}, takes at most {heads} layers, one for each draft")
         return InsertedPrompts(lm.model, head, loss=loss or own.loss, decay=own.decay, dtype=dtype, features=features)
     if isinstance(head, CrossKVHead):
         far = dict(drawn=True, reach=min(30_000, lm.model.config.context)) if system == "longspec" else {}

@@ -103,7 +103,7 @@ def own_targets(lm: Any, rows: ExampleRows, together: int = 32) -> np.ndarray:
         some = rows[at:at + together]
         firsts, sizes = some.learned.argmax(1), some.learned.sum(1)
         out = dx.generate(lm, [row[:first].tolist() for row, first in zip(some.tokens, firsts, strict=True)],
-                       max_new_tokens=int(sizes.max()), eos_token_id=[], temperature=1.0)
+                          max_new_tokens=int(sizes.max()), eos_token_id=[], temperature=1.0)
         for i, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
             made[at + i, first:first + size] = np.asarray(out.tokens)[i, :size]
     return made

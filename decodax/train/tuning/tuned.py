@@ -94,15 +94,19 @@ class Tuned:
         texts of `new` tokens after some prompts; None if there is no such method."""
         if type(self).decoding is Tuned.decoding:
             return None
-        # on one device, whatever mesh trained it
-        found = self.decoding(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params))
+        found = self.decoding(on_one_device(params))
         assert found is not None
-        return float(dx.generate(found[0], prompts, algorithm=found[1], max_new_tokens=new,
+        return float(dx.generate(found[0], prompts, algorithm=found[1], max_new_tokens=new, temperature=0.0,
                                  eos_token_id=[]).stats.tokens_per_forward)
 
     def write(self, target: Path, shipped: Any) -> None:
         """Writes the model with the weights `shipped` into the directory `target`, which `decodax.load` can load."""
         save(self.lm.with_params(jax.tree.map(np.asarray, shipped)), target)
+
+
+def on_one_device(params: Any) -> Any:
+    """Returns weights on the first device, whatever mesh they were trained on."""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
 
 
 def add_entries(target: Path, entries: Mapping[str, Any]) -> None:
@@ -168,8 +172,9 @@ class TunedBranches(Tuned):
         """Returns the mean number of tokens of all threads of a prompt for each forward pass until its last thread
         ends. The threads are greedy, of at most `new` tokens, and their prompts those of the first `rows` that have
         some, in place of `prompts`."""
-        found = dx.search.explore(self.lm.with_params(params), self.prompts, dx.search.apar(**self.control),
-                                  max_new_tokens=new, temperature=0.0)
+        own = self.lm.with_params(on_one_device(params))
+        found = dx.search.explore(own, self.prompts, dx.search.apar(**self.control), max_new_tokens=new,
+                                  temperature=0.0)
         return float(np.mean([sum(len(x.tokens) for x in tree) / max(x.rounds for x in tree)
                               for tree in found.details or ()]))
 

@@ -104,14 +104,19 @@ def mlp_speculator(lm: Any, draft: Any = None, shape: Shape | None = None, verif
     Args:
         lm: the target.
         draft: a drafter from `decodax.load_drafter`; None: the one shipped for the target, if any.
-        shape: shape of the draft tree, in place of `candidates`; None: the paths, or a chain of as many tokens as the
-            drafter predicts.
+        shape: shape of the draft tree, in place of `candidates` and `top`; None: the paths, or a chain of as many
+            tokens as the drafter predicts.
         verify: the rule that accepts drafts; None: seed-exact.
-        candidates: number of paths that are verified, the most likely ones, `n_candidates` in published files, of which
-            reading takes no notice; 1 without `top`: a chain, each of whose tokens is the most likely one.
+        candidates: number of paths that are verified, the most likely ones; 1 without `top`: a chain, each of whose
+            tokens is the most likely one. `load_drafter` does not read this number, `n_candidates` in published files.
         top: number of tokens of each step of which these paths are made, `top_k_tokens_per_head` in published files;
             None: 5, 4, 3 and so on, as in the authors' code for three steps.
+
+    Raises:
+        ValueError: more numbers in `top` than steps, or `candidates` or `top` beside `shape`.
     """
+    if shape is not None and (candidates, top) != (1, None):
+        raise ValueError(f"candidates, top: got {candidates} and {top} beside shape={shape}; takes one or the other")
     source = trained(lm, draft, "mlp-speculator")
     longest = source.longest or 3
     if shape is None and (candidates > 1 or top is not None):
