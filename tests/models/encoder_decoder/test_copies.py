@@ -92,7 +92,7 @@ def test_beams_copy_their_source() -> None:
 def test_an_encoder_with_other_token_ids_is_refused() -> None:
     separate = loaded("marian-separate")
     assert separate.model.source_vocab is not None
-    with pytest.raises(ValueError, match=r"^draft: got InputGuided for a model whose encoder has a vocabulary of its"):
+    with pytest.raises(ValueError, match=r"^draft: got InputGuided for a model whose encoder has an embedding"):
         tokens_of(separate, [[]], inputs=source([[5, 2]]), algorithm="aggressive-decoding")
 
 

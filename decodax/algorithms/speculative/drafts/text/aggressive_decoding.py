@@ -71,7 +71,7 @@ class InputGuided(Draft):
 
     Raises:
         ValueError: a length or match below 1, `max_match` below `min_match`, or a negative number to skip or leave; or,
-            before anything is traced, an encoder with another number of tokens than the decoder, whose ids are others.
+            before anything is traced, an encoder with an embedding table of its own, whose ids may be others.
     """
 
     length: Count = LENGTH
@@ -89,10 +89,10 @@ class InputGuided(Draft):
 
     def check_fit(self, model: Any, cache: Any) -> None:
         super().check_fit(model, cache)
-        if isinstance(model, ReadsText) and model.source_vocab not in (None, model.config.vocab):
-            raise ValueError(f"draft: got InputGuided for a model whose encoder has {model.source_vocab} tokens, and "
-                             f"its decoder {model.config.vocab}; takes one that shares their ids, so that the source "
-                             "can be copied")
+        if isinstance(model, ReadsText) and model.source_vocab is not None:
+            raise ValueError("draft: got InputGuided for a model whose encoder has an embedding table of its own, and "
+                             "so perhaps other token ids; takes one whose encoder and decoder share a table, so that "
+                             "the source can be copied")
 
     def init(self, params: Params, s: State) -> Copying:
         text, size = _input(s)
