@@ -230,7 +230,8 @@ def test_the_mixture_also_learns_the_targets_hidden_states():
     losses = [jax.jit(dataclasses.replace(objective, features=x))(weights, batch, target.params)[0] for x in (0.0, 1.0)]
     at = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (4, 24))
     _, hidden, read, _ = target_keys(target.model, target.params, batch[:, :-1], at, "float32")
-    own = delayed(target.model, objective.head, weights, target.params, batch[:, :-1], at, read, at % 5 + 1)[1]
+    own = delayed(target.model, objective.head, weights, target.params, batch[:, :-1], at, read,
+                  at % objective.steps + 1)[1]
     far = np.abs(np.asarray(own - hidden))
     assert float(losses[1] - losses[0]) == pytest.approx(np.where(far < 1, far ** 2 / 2, far - 0.5).mean(), rel=1e-4)
 
