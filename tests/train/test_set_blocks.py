@@ -23,7 +23,7 @@ BATCH = jnp.asarray(np.where(PLACE < END[:, None], TOKENS, 0)), jnp.asarray(LEAR
 
 @pytest.mark.wide
 def test_set_blocks_are_learned_with_masks_behind_the_end_of_a_target():
-    """Each block by itself: it sees the text before it and all its own positions, of which those behind the target are
+    """Each block by itself: it sees the text before it and all its own positions, of which those after the target are
     masks without a loss. The next tokens of the causal text are learned, too."""
     network, params = model("llama")
     objective, key = SetBlockLoss("sbd", network, MASK, SIZE), jax.random.key(2)
@@ -75,7 +75,7 @@ def test_next_sequences_count_the_tokens_of_targets_alone():
     assert not counted[:, T:].any() and ((nats > 0) == counted).all()
     assert float(jax.jit(objective.measure)(params, BATCH, key)[0]) == pytest.approx(nats.sum() / counted.sum(), 1e-5)
     other = jnp.where(jnp.asarray(PLACE >= END[:, None]), 7, BATCH[0]), BATCH[1]
-    np.testing.assert_array_equal(parts(other)[0], nats)        # what lies behind a target is not read
+    np.testing.assert_array_equal(parts(other)[0], nats)        # what follows a target is not read
 
 
 def test_the_mask_is_a_token_that_no_text_has():

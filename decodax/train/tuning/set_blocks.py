@@ -2,8 +2,8 @@
 al., 2025) and SDLM (Liu et al., 2025).
 
 The losses are those of `decodax.train.masked_diffusion` and `decodax.train.sdlm`; here they read examples. Blocks are
-counted from the beginning of the target, as in decoding. The last one goes on behind the target with masks, as if the
-text had no end there, so that the number of masks does not give the length away.
+counted from the beginning of the target, as in decoding. If the target ends within a block, the block is filled up with
+masks, so that their number does not tell the model how long the target is.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from decodax.algorithms.speculative.adaptive.fit_stoppers import fit_draft_lengt
 from decodax.algorithms.speculative.adaptive.predictor import given_or_fitted
 from decodax.algorithms.speculative.adaptive.stoppers import DraftLength
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.heads.dspark import SurvivalChain
 from decodax.algorithms.speculative.heads.source import trained
-from decodax.algorithms.speculative.source import Grower, Shape
+from decodax.algorithms.speculative.source import Grower
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.confidence_threshold import ConfidenceChain
-from decodax.algorithms.speculative.trees.layers import at_least
-from decodax.algorithms.speculative.trees.threshold import check_chance, foretold, grow_chain
+from decodax.algorithms.speculative.trees.threshold import foretold, grow_chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
@@ -32,25 +32,9 @@ SYSTEMS = ("eagle", "hass", "eagle-3")
 
 
 @dataclasses.dataclass(frozen=True)
-class SurePrediction(Shape):
+class SurePrediction(SurvivalChain):
     """A chain that ends at the length that the source predicts (`DraftLength`), or before it, after the first draft at
-    which the product of the probabilities of the source's likeliest tokens is below a threshold.
-
-    Attributes:
-        length: largest number of drafts.
-        threshold: the product below which the chain ends.
-
-    Raises:
-        ValueError: a length below 1, or `threshold` outside [0, 1].
-    """
-
-    length: int = 8
-    threshold: float = 0.3
-    branches = False
-
-    def __post_init__(self) -> None:
-        at_least(length=self.length)
-        check_chance("threshold", self.threshold)
+    which the product of the probabilities of the source's likeliest tokens is below `threshold`."""
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
         # beyond the predicted length the source's own prediction is 0, and with it the product

@@ -58,7 +58,7 @@ class InputGuided(Draft):
     decoding).
 
     The input is the source of an encoder-decoder that reads text, and else the prompt. After a source, the tokens of
-    the decoder's prompt behind its first one, such as a forced beginning, count as output. The paper verifies the
+    the decoder's prompt after its first one, such as a forced beginning, count as output. The paper verifies the
     complete rest of the input at once; here `length` limits the window.
 
     Attributes:
@@ -137,7 +137,7 @@ class InputGuided(Draft):
         place, end = jnp.arange(text.shape[0], dtype=jnp.int32), size - self.leave
         given = (place >= self.skip) & (place < end)
         longer = jnp.where(given & (text == token), jnp.pad(match, (1, 0))[:-1] + 1, 0)
-        # the place after a copied input may be behind the array, which would read its last token
+        # `at` may be beyond the end of the array, where indexing would give its last token
         copied = (at >= 0) & (at < end) & (text[jnp.maximum(at, 0)] == token)
         # some suffix occurs once exactly if the longest match does
         if self.max_match is not None:
