@@ -160,7 +160,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         raise ValueError(f"own_chats: got {options.own_chats} with {options.objective}, whose model writes no text "
                          "from left to right; takes None")
     lm = checked(target_of(options), fills)
-    room = 2 * (options.block or 0) if options.objective in ("sbd", "sdlm") else 0     # the last block may end after the row
+    room = 2 * (options.block or 0) if options.objective in ("sbd", "sdlm") else 0     # a block may end after it
     length = min(options.length or 256, (lm.model.trained_positions or 1 << 30) - room)
     if length < 1:
         raise ValueError(f"block: got {options.block}; it takes less than half of the {lm.model.trained_positions} "
