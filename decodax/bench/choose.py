@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from decodax.bench.compare import PLAIN
+from decodax.bench.comparison import PLAIN
 from decodax.front.generate import generate
 from decodax.io.load import LM
 

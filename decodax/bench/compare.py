@@ -13,14 +13,13 @@ import dataclasses
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from decodax.algorithms.plain import Autoregressive
-from decodax.bench.plot import draw
+from decodax.bench.comparison import FACTS, PLAIN, Comparison, Row
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.algorithm import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
@@ -28,14 +27,9 @@ from decodax.engine.result import Result, Statistics, json_ready
 from decodax.front.generate import generate
 from decodax.io.load import LM
 
-PLAIN = "plain"
-"""The name of plain decoding among the systems."""
-
 ROOM = 0.4
 """The share of the process's memory maps that compiled programs may hold between runs. It is lower than the share at
 which every call of `generate` drops programs (`decodax.engine.compilation.keep_room`)."""
-
-COLUMNS = ("system", "forwards", "MAT", "tokens/forward", "overhead c", "tokens/s", "speedup (spread)", "equal")
 
 Report = Callable[[int, int, str], None]
 """A function that is called before each run with the number of finished runs, the number of all runs and a description
@@ -43,138 +37,6 @@ of the run that starts."""
 
 Contender = Algorithm | Callable[[int], Algorithm]
 """An algorithm, or a function that makes it for a batch size."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The figures of one method on one task at one batch size. A figure is None if it was not measured, or not yet.
-
-    Attributes:
-        task: the name of the task.
-        batch: the batch size.
-        system: the name of the method.
-        guarantee: the guarantee of the algorithm.
-        prompts: the number of prompts; `batch` of them are decoded together.
-        tokens: the number of new tokens over all prompts.
-        forwards: the number of target forward passes of the decode loop over all prompts.
-        mean_accepted_length: 1 + accepted draft tokens for each round, over all rows together, as vLLM counts it.
-        tokens_per_forward: new tokens for each row and round; less than `mean_accepted_length` if the end of a text
-            cuts a round short.
-        accepted_by_depth: the share of rounds in which at least 1, 2, ... drafts were accepted.
-        tokens_per_second: the median over the repeats; counts the decode loop only.
-        seconds: the duration of each repeat.
-        speedup: the median ratio of tokens per second to that of plain decoding in the same repeat.
-        spread: the lowest and the highest of these ratios.
-        overhead: `mean_accepted_length / speedup - 1`, by which share a round costs more than a plain step.
-        equal: the share of plain decoding's tokens that the method produced at the same positions; None unless the
-            guarantee is seed-exact.
-        copied: the share of new tokens copied from the prompt; see `tasks.copied`.
-        repeated: the share of new tokens copied from earlier output.
-        error: the error with which the method failed, or None.
-    """
-
-    task: str
-    batch: int
-    system: str
-    guarantee: str | None
-    prompts: int
-    tokens: int | None = None
-    forwards: int | None = None
-    mean_accepted_length: float | None = None
-    tokens_per_forward: float | None = None
-    accepted_by_depth: tuple[float, ...] = ()
-    tokens_per_second: float | None = None
-    seconds: tuple[float, ...] = ()
-    speedup: float | None = None
-    spread: tuple[float, float] | None = None
-    overhead: float | None = None
-    equal: float | None = None
-    copied: float | None = None
-    repeated: float | None = None
-    error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the row as a dictionary for JSON."""
-        return json_ready(self)
-
-    def cells(self) -> tuple[str, ...]:
-        """Returns the row as texts, one for each of `COLUMNS`."""
-        if self.error is not None:
-            return self.system, "failed", *[""] * (len(COLUMNS) - 2)
-        show = lambda x, form: "" if x is None else format(x, form)
-        speedup = show(self.speedup, ".2f")
-        if self.spread is not None and self.system != PLAIN:
-            speedup += f" ({self.spread[0]:.2f} to {self.spread[1]:.2f})"
-        equal = "" if self.tokens is None else "-" if self.equal is None else percent(self.equal)
-        return (self.system, show(self.forwards, ","), show(self.mean_accepted_length, ".2f"),
-                show(self.tokens_per_forward, ".2f"), show(self.overhead, ".2f"),
-                show(self.tokens_per_second, ",.0f"), speedup, equal)
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The result of `compare`.
-
-    Attributes:
-        rows: the rows, ordered by task and batch size, plain decoding first.
-        facts: model, machine, versions and arguments.
-        interrupted: whether Ctrl-C ended the comparison; the rows then hold the figures measured until then.
-    """
-
-    rows: list[Row]
-    facts: dict[str, Any]
-    interrupted: bool = False
-
-    @property
-    def cells(self) -> dict[tuple[str, int], list[Row]]:
-        """The rows of each task and batch size."""
-        out: dict[tuple[str, int], list[Row]] = {}
-        for row in self.rows:
-            out.setdefault((row.task, row.batch), []).append(row)
-        return out
-
-    @property
-    def unequal(self) -> list[Row]:
-        """Rows of seed-exact methods whose tokens differ from those of plain decoding."""
-        return [row for row in self.rows if row.equal is not None and row.equal < 1]
-
-    def json(self) -> dict[str, Any]:
-        """Returns the comparison as plain data for JSON."""
-        return {**self.facts, "interrupted": self.interrupted, "rows": [row.to_dict() for row in self.rows]}
-
-    def title(self, task: str, batch: int) -> str:
-        """Returns the heading of the table of a task and batch size."""
-        first = self.cells[task, batch][0]
-        line = f"{task}, batch {batch}: {first.prompts} prompts"
-        if first.copied is None or first.repeated is None:
-            return line
-        return (f"{line}; of the new tokens {percent(first.copied)} are copied from the prompt, "
-                f"{percent(first.repeated)} from anywhere before")
-
-    def setting(self) -> str:
-        """Returns model, lengths, machine and versions as one line."""
-        f = self.facts
-        draft = f" with draft {f['draft']}" if f.get("draft") else ""
-        return (f"{f['model']}{draft}, {f['new_tokens']} new tokens, {f['repeats']} repeats; {f['device']}, "
-                f"{f['cores']} cores; Python {f['python']}, JAX {f['jax']}")
-
-    def markdown(self) -> str:
-        """Returns the tables in Markdown."""
-        parts = [self.setting() + "."]
-        for (task, batch), rows in self.cells.items():
-            table = ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
-            table += ["| " + " | ".join(row.cells()) + " |" for row in rows]
-            parts += [f"**{self.title(task, batch)}**", "\n".join(table)]
-        return "\n\n".join(parts) + "\n"
-
-    def plot(self, path: str | Path) -> None:
-        """Draws the figures of all methods, see `decodax.bench.plot.draw`.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        draw(path, {cell: [row for row in rows if row.system != PLAIN and row.mean_accepted_length is not None]
-                    for cell, rows in self.cells.items()}, self.setting())
 
 
 def _by_depth(stats: Sequence[Statistics]) -> tuple[float, ...]:
@@ -186,7 +48,8 @@ def _by_depth(stats: Sequence[Statistics]) -> tuple[float, ...]:
 
 def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str | Task] = tuple(TASKS),
             batch: Sequence[int] = (1, 8), prompts: int = 8, new_tokens: int = 128, repeats: int = 5, seed: int = 0,
-            draft: str | None = None, report: Report | None = None) -> Comparison:
+            draft: str | None = None, report: Report | None = None, earlier: Comparison | None = None,
+            keep: Callable[[Comparison], None] | None = None) -> Comparison:
     """Runs each algorithm and plain decoding on each task and batch size.
 
     Every method first runs once, which compiles its programs and yields tokens and counts. Then all methods run in
@@ -205,9 +68,13 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
         seed: seed of the choice of prompts and of sampling.
         draft: the name of the draft model, for the record.
         report: called before each run with the number of finished runs, the number of all runs and a description.
+        earlier: an earlier comparison of the same model with the same arguments; the tasks and batch sizes at which it
+            measured all these methods are not measured again.
+        keep: called with the comparison so far after each task and batch size.
 
     Raises:
-        ValueError: an argument is out of range; the message names it.
+        ValueError: an argument is out of range, or `earlier` has another model or other arguments; the message names
+            it.
     """
     sizes = {"batch": min(batch, default=0), "prompts": prompts, "new_tokens": new_tokens, "repeats": repeats}
     for name, value in sizes.items():
@@ -220,36 +87,48 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
     chosen = [TASKS[task] if isinstance(task, str) else task for task in tasks]
     contenders: dict[str, Contender] = {PLAIN: Autoregressive(), **algorithms}
     device = jax.local_devices()[0]
-    facts = {"model": lm.name, "draft": draft, "new_tokens": new_tokens, "repeats": repeats, "seed": seed,
-             "device": (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
-             "cores": os.cpu_count(), "python": platform.python_version(), "jax": jax.__version__}
+    facts = dict(zip(FACTS, (
+        lm.name, draft, new_tokens, repeats, seed, {task.name: json_ready(task.sampling) for task in chosen},
+        (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
+        os.cpu_count(), platform.python_version(), jax.__version__), strict=True))
     pairs = [(task, size) for task in chosen for size in dict.fromkeys(batch)]
     total = len(pairs) * len(contenders) * (1 + repeats)
-    cells: list[_Cell] = []
-    try:
-        for i, (task, size) in enumerate(pairs):
-            before = i * total // len(pairs)
-            if report:
-                report(before, total, f"{task.name}, batch {size}: prompts")
-            count = max(prompts // size, 1) * size
+    known = {} if earlier is None else _known(earlier, facts, list(contenders))
+    rows: list[Row] = []
+    for i, (task, size) in enumerate(pairs):
+        before, count = i * total // len(pairs), max(prompts // size, 1) * size
+        if (found := known.get((task.name, size))) is not None and found[0].prompts == count:
+            rows += found
+            continue
+        if report:
+            report(before, total, f"{task.name}, batch {size}: prompts")
+        cell = None
+        try:
             cell = _Cell(lm, task, size, contenders, task.prompts(lm, count, new_tokens, seed), new_tokens, seed)
-            cells.append(cell)
             for done, what in cell.measure(repeats):
                 if report:
                     report(before + done, total, what)
             drop_programs(ROOM)
-    except KeyboardInterrupt:
-        return Comparison([row for cell in cells for row in cell.rows()], facts, interrupted=True)
-    return Comparison([row for cell in cells for row in cell.rows()], facts)
+        except KeyboardInterrupt:
+            return Comparison(rows + (cell.rows() if cell else []), facts, interrupted=True)
+        rows += cell.rows()
+        if keep:
+            keep(Comparison(list(rows), facts, interrupted=i + 1 < len(pairs)))
+    return Comparison(rows, facts)
 
 
-def percent(share: float) -> str:
-    """Returns a share as a percentage, rounded down, so that only 1.0 gives 100%.
+def _known(earlier: Comparison, facts: Mapping[str, Any], systems: Sequence[str]
+           ) -> dict[tuple[str, int], list[Row]]:
+    """Returns the rows of `earlier` at the tasks and batch sizes at which it measured all of `systems`, by these.
 
-    >>> percent(0.9999), percent(1.0), percent(0.5)
-    ('99.9%', '100%', '50%')
+    Raises:
+        ValueError: a fact is another one; the message names it.
     """
-    return f"{np.floor(share * 1000) / 10:g}%"
+    for name, fact in facts.items():
+        if earlier.facts[name] != fact:
+            raise ValueError(f"earlier: got a comparison with {name} {earlier.facts[name]!r}, this one has {fact!r}")
+    return {cell: rows for cell, rows in earlier.cells.items()
+            if [row.system for row in rows] == systems and all(row.speedup or row.error for row in rows)}
 
 
 @dataclasses.dataclass

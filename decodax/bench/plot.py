@@ -15,7 +15,7 @@ def draw(path: str | Path, cells: Mapping[tuple[str, int], Sequence[Any]], setti
 
     Args:
         path: the file, a PNG, SVG or PDF.
-        cells: by task and batch size, the `decodax.bench.compare.Row` of each method that was measured.
+        cells: by task and batch size, the `decodax.bench.comparison.Row` of each method that was measured.
         setting: a line below the panels.
 
     Raises:

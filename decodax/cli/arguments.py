@@ -122,7 +122,10 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
                         "that XLA's compiler for TPUs reports; --plot draws that")
     p.add_argument("--no-compile", action="store_true", help="with --at: count the costs from shapes, in seconds")
     p.add_argument("--plot", metavar="FILE", help="draw speedup and mean accepted length, as PNG, SVG or PDF")
-    p.add_argument("--json", metavar="FILE", help="write every figure and time")
+    p.add_argument("--json", metavar="FILE",
+                   help="write every figure and time, after each task and batch size")
+    p.add_argument("--resume", action="store_true",
+                   help="go on from --json FILE: measure the tasks and batch sizes that it lacks")
     p.add_argument("--markdown", action="store_true", help="print tables in Markdown, with the command")
 
     p = commands.add_parser("info", parents=[common], help="versions, devices, models, caches", epilog=EXIT_CODES,

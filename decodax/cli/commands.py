@@ -24,7 +24,7 @@ from decodax.cli.common import DRAFT, UsageError, keep_programs, naming_the_argu
 from decodax.cli.contenders import contender_of, drafts_named, parted, systems_of
 
 if TYPE_CHECKING:
-    from decodax.bench.compare import Comparison
+    from decodax.bench.comparison import Comparison
     from decodax.engine.result import Result
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
@@ -115,12 +115,15 @@ def compare(args: argparse.Namespace) -> None:
     for path in (args.plot, args.json):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{path}: there is no such directory")
+    if args.resume and not args.json:
+        raise UsageError("--resume takes --json, the file of the figures to go on from")
     keep_programs()
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     import decodax as dx
     from decodax.bench.compare import compare as run
+    from decodax.bench.comparison import Comparison
     from decodax.bench.questions import questions
     from decodax.bench.tasks import Task, sampled
     from decodax.common.registry import ALGORITHMS
@@ -129,6 +132,7 @@ def compare(args: argparse.Namespace) -> None:
         models, trained = parted(args.draft)
         sampling = {name: x for name in ("temperature", "top_p") if (x := getattr(args, name)) is not None}
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions, **sampling)]
+        earlier = Comparison.read(args.json) if args.resume and Path(args.json).exists() else None
     lm = dx.load(args.model, weights=weight_format(args.weights))
     with naming_the_argument():
         drafters: dict[str, Any] = {}
@@ -151,8 +155,8 @@ def compare(args: argparse.Namespace) -> None:
             tasks = tasks or [sampled(**sampling) if name == "sampled" else name for name in names]
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
-                        draft=drafts_named(chosen, draft, drafters),
-                        report=report)
+                        draft=drafts_named(chosen, draft, drafters), report=report, earlier=earlier,
+                        keep=(lambda found: _write(found, args)) if args.json else None)
     predicted = lengths = None
     if args.on:
         from decodax.bench.plan.predict import Trained, predict, share
@@ -175,7 +179,7 @@ def compare(args: argparse.Namespace) -> None:
 def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any], list[str]] | None,
           lengths: tuple[list[Any], list[str]] | None) -> None:
     """Prints a comparison and writes it to files; also one that was interrupted."""
-    from decodax.bench.compare import COLUMNS
+    from decodax.bench.comparison import COLUMNS
 
     if args.markdown:
         print(f"    decodax {shlex.join(args.line)}\n\n{found.markdown()}", end="")
@@ -194,8 +198,7 @@ def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any
             {**dataclasses.asdict(one), "speedup": one.speedup} for one in predicted[0]], "assumed": predicted[1]}
         if lengths is not None:
             more = {"lengths": [one.json() for one in lengths[0]], "assumed": lengths[1]}
-        Path(args.json).write_text(json.dumps({"command": ["decodax", *args.line], **found.json(), **more}, indent=1)
-                                   + "\n")
+        _write(found, args, more)
     if args.plot and lengths is not None:
         planning.draw_lengths(args.plot, lengths[0], f"{args.as_model} on {args.on}")
     elif args.plot:
@@ -210,6 +213,14 @@ def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any
         raise KeyboardInterrupt
     if any(row.error for row in found.rows):
         raise RuntimeError("some systems failed")
+
+
+def _write(found: Comparison, args: argparse.Namespace, more: Mapping[str, Any] = {}) -> None:
+    """Writes a comparison to the file of `--json`, in place of what it held."""
+    path = Path(args.json)
+    new = path.with_name(f".{path.name}")
+    new.write_text(json.dumps({"command": ["decodax", *args.line], **found.json(), **more}, indent=1) + "\n")
+    os.replace(new, path)
 
 
 def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.plain import Autoregressive
 from decodax.bench import compare, tasks
+from decodax.bench.comparison import Comparison
 from decodax.cli import commands as cli
 from decodax.cli import contenders
 from decodax.common.registry import ALGORITHMS, Entry
@@ -118,7 +119,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def run(algorithms: dict[str, Any], **options: Any) -> compare.Comparison:
+def run(algorithms: dict[str, Any], **options: Any) -> Comparison:
     return compare.compare(LM, algorithms, **{"tasks": [TOY], "batch": [2], "prompts": 2, "repeats": 3, **options})
 
 
@@ -190,6 +191,27 @@ def test_an_interrupt_keeps_what_is_there(calls: list[Any]) -> None:
     assert "| a | 4 | 2.00 | 2.00 |  | 32 |  | 100% |" in found.markdown()
 
 
+def test_a_comparison_goes_on_from_what_was_measured(calls: list[Any], tmp_path: Path) -> None:
+    a, kept = Fake((1.0,) * 99), []
+    first = run({"a": a}, batch=[1, 2], prompts=2, keep=kept.append)
+    assert [sorted({row.batch for row in found.rows}) for found in kept] == [[1], [1, 2]]
+    assert [found.interrupted for found in kept] == [True, False] and kept[1] == first
+    (tmp_path / "one.json").write_text(json.dumps(kept[0].json()))
+    earlier = Comparison.read(tmp_path / "one.json")
+    assert earlier == kept[0]
+    calls.clear()
+    whole = run({"a": a}, batch=[1, 2], prompts=2, earlier=earlier)
+    assert len(calls) == 8 and whole.rows[:2] == first.rows[:2]      # 4 runs of each, of both prompts at once
+    calls.clear()
+    more = run({"a": a, "b": a}, batch=[1], prompts=2, earlier=first)
+    assert len(calls) == 24 and [row.system for row in more.rows] == ["plain", "a", "b"]
+    with pytest.raises(ValueError, match="earlier: got a comparison with repeats 3, this one has 4"):
+        run({"a": a}, batch=[1, 2], prompts=2, repeats=4, earlier=first)
+    (tmp_path / "one.json").write_text('{"rows": [{"speed": 1}]}')
+    with pytest.raises(ValueError, match=r"one.json: not a comparison \(.*speed"):
+        Comparison.read(tmp_path / "one.json")
+
+
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"batch": [2, 0]}, "batch: got 0"), ({"repeats": 0}, "repeats: got 0"), ({"prompts": 0}, "prompts: got 0"),
     ({"new_tokens": -1}, "new_tokens: got -1"), ({"tasks": ["poem"]}, "tasks: got 'poem', takes copy-edit"),
@@ -218,6 +240,7 @@ def test_the_plot_has_both_panels_and_a_mark_for_each_cell(calls: list[Any], tmp
     (["compare", "prompt-lookup", "--batch", "0"], "batch: got 0"),
     (["compare", "automatic", "--draft", "a", "pycode-eagle-3", "b"], "draft: got the models a and b, takes one"),
     (["compare", "prompt-lookup", "--json", "absent/out.json"], "there is no such directory"),
+    (["compare", "prompt-lookup", "--resume"], "--resume takes --json"),
 ])
 def test_wrong_usage_is_code_2(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
     assert cli.main(args) == 2
@@ -242,6 +265,8 @@ def test_compare_prints_a_table_and_writes_files(tiny_model: Path, tmp_path: Pat
     assert report["command"] == ["decodax", *args]
     assert [row["system"] for row in report["rows"]] == ["plain", "prompt-lookup:length=3"]
     assert report["rows"][1]["equal"] == 1
+    assert cli.main([*args, "--resume"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == report["rows"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -14,7 +14,7 @@ from decodax.algorithms.beams.algorithm import BeamSearch
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.heads.source import TrainedHead
-from decodax.bench.compare import PLAIN, Comparison
+from decodax.bench.comparison import PLAIN, Comparison
 from decodax.bench.plan.front import Plan, plan
 from decodax.common.axes import by_axes
 from decodax.common.registry import ALGORITHMS

@@ -20,7 +20,7 @@ from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.heads import TrainedHead, drafting_source
-from decodax.bench.compare import PLAIN, Comparison
+from decodax.bench.comparison import PLAIN, Comparison
 from decodax.bench.plan.front import Plan, abstract, plan
 from decodax.common.axes import MODEL, by_axes
 from decodax.io.drafters import TrainedDrafter

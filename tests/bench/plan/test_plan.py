@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from decodax.bench.compare import PLAIN, Comparison, Row
+from decodax.bench.comparison import PLAIN, Comparison, Row
 from decodax.bench.plan import DEVICES, PRESETS, SLICES, Slice, abstract, meshes, plan, slice_of
 from decodax.bench.plan import front as front_module
 from decodax.bench.plan.aot import devices, skipped

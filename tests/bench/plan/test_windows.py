@@ -11,7 +11,7 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import DraftModel, PromptLookup
 from decodax.algorithms.speculative.trees import Chain
-from decodax.bench.compare import PLAIN, Comparison, Row
+from decodax.bench.comparison import PLAIN, Comparison, Row
 from decodax.bench.plan import PRESETS, abstract, plan
 from decodax.bench.plan.aot import loops
 from decodax.bench.plan.windows import LengthCosts, columns, windows
