@@ -42,7 +42,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi
   const auto from = static_cast<const float*>(x.untyped_data());
   const auto to = static_cast<float*>(y->untyped_data());
   const int64_t rows = xs[0], stride = xs[1], outputs = cs[0];
-  Compute(pool, outputs, rows * stride,
+  Compute(pool, outputs, stride,
           [=](int64_t first, int64_t last) { run(k, first, last, from, rows, stride, to, outputs); });
   return ffi::Error::Success();
 }
@@ -57,7 +57,7 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel, f
   const auto weights = static_cast<const uint8_t*>(kernel.untyped_data());
   const auto to = static_cast<float*>(y->untyped_data());
   const int64_t rows = xs[0], inputs = xs[1], outputs = ks[0];
-  Compute(pool, outputs, rows * inputs,
+  Compute(pool, outputs, inputs,
           [=](int64_t first, int64_t last) { run(weights, first, last, from, rows, inputs, to, outputs); });
   return ffi::Error::Success();
 }

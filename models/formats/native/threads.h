@@ -21,24 +21,44 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Blocks of outputs that threads take in turn. A thread that comes late finds none and does not touch the arrays, so
-// the call need not wait for it.
+// Blocks of outputs that threads take in turn. Each thread begins at a place of its own, so that it reads kernels in
+// long stretches, and helps the others when it is done. A thread that comes late finds no block and does not touch the
+// arrays, so the call need not wait for it.
 struct Work {
+  struct Stretch {
+    alignas(64) std::atomic<int64_t> next;
+    int64_t end;
+  };
+
   std::function<void(int64_t first, int64_t last)> run;     // computes the outputs from `first` to `last`
-  int64_t outputs = 0, block = 1, blocks = 0;
-  std::atomic<int64_t> next{0}, done{0};
+  int64_t outputs = 0, block = 1, blocks = 0, stretches = 1;
+  std::unique_ptr<Stretch[]> all;
+  std::atomic<int64_t> joined{0}, done{0};
+
+  void Divide(int64_t parts) {
+    stretches = parts;
+    all.reset(new Stretch[parts]);
+    for (int64_t i = 0; i < parts; ++i) {
+      all[i].next = blocks * i / parts;
+      all[i].end = blocks * (i + 1) / parts;
+    }
+  }
 
   void Take() {
-    for (int64_t i = next++; i < blocks; i = next++) {
-      const int64_t last = (i + 1) * block < outputs ? (i + 1) * block : outputs;
-      run(i * block, last);
-      done.fetch_add(1, std::memory_order_release);
+    const int64_t own = joined++;
+    for (int64_t turn = 0; turn < stretches; ++turn) {
+      Stretch& from = all[(own + turn) % stretches];
+      for (int64_t i = from.next++; i < from.end; i = from.next++) {
+        const int64_t last = (i + 1) * block < outputs ? (i + 1) * block : outputs;
+        run(i * block, last);
+        done.fetch_add(1, std::memory_order_release);
+      }
     }
   }
 };
 
-constexpr int64_t kProducts = 1 << 16;      // of a block
-constexpr auto kPatience = std::chrono::microseconds(50);
+constexpr int64_t kWeights = 1 << 16;       // of a block
+constexpr auto kPatience = std::chrono::microseconds(200);
 
 inline void Pause() {
 #if defined(__x86_64__)
@@ -92,14 +112,17 @@ class Board {
   std::atomic<int64_t> helpers_{0};
 };
 
-// Computes `outputs` outputs of `products` products each.
-inline void Compute(ffi::ThreadPool& pool, int64_t outputs, int64_t products,
+// Computes `outputs` outputs of `weights` weights each. Blocks do not depend on the number of rows: in small ones, much
+// of what is fetched ahead is for the next block, which may be that of another thread.
+inline void Compute(ffi::ThreadPool& pool, int64_t outputs, int64_t weights,
                     std::function<void(int64_t, int64_t)> run) {
   auto work = std::make_shared<Work>();
   work->run = std::move(run);
   work->outputs = outputs;
-  work->block = (kProducts / (products + 1) + 4) / 4 * 4;
+  work->block = (kWeights / (weights + 1) + 4) / 4 * 4;
   work->blocks = (outputs + work->block - 1) / work->block;
+  const int64_t threads = pool.num_threads();
+  work->Divide(work->blocks < threads ? work->blocks : threads);
   static Board* board = new Board;        // never destroyed: helpers may outlive the process's static objects
   if (work->blocks > 1) board->Post(pool, work);
   work->Take();
