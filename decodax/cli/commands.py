@@ -155,7 +155,7 @@ def compare(args: argparse.Namespace) -> None:
             tasks = tasks or [sampled(**sampling) if name == "sampled" else name for name in names]
             found = run(lm, contenders, tasks=tasks, batch=args.batch, prompts=args.prompts,
                         new_tokens=args.new_tokens, repeats=args.repeats, seed=args.seed,
-                        draft=drafts_named(chosen, draft, drafters), report=report, earlier=earlier,
+                        draft=drafts_named(chosen, draft, drafters, lm.name), report=report, earlier=earlier,
                         keep=(lambda found: _write(found, args)) if args.json else None)
     predicted = lengths = None
     if args.on:

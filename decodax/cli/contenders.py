@@ -75,13 +75,21 @@ def draft_among(name: str, draft: Any, drafters: Mapping[str, Any]) -> Any:
     return next(iter(drafters.values()), draft) if entry.may_draft else None
 
 
-def drafts_named(chosen: Mapping[str, tuple[str, Any]], draft: Any, drafters: Mapping[str, Any]) -> str | None:
+def drafts_named(chosen: Mapping[str, tuple[str, Any]], draft: Any, drafters: Mapping[str, Any], model: str = ""
+                 ) -> str | None:
     """Returns the names of the draft models and trained drafters of a comparison, each with the methods that draft with
-    it if there are several; None without any. `chosen` has the method of each contender."""
+    it if there are several; None without any. `chosen` has the method of each contender, and `model` is the name of
+    the model, whose shipped drafters are used where no other is given."""
+    from decodax.common.registry import ALGORITHMS
+    from decodax.io.drafters import shipped_drafter
+
     whose: dict[str, list[str]] = {}
     for given, (name, _) in chosen.items():
         if (own := draft_among(name, draft, drafters)) is not None:
             whose.setdefault(own.name, []).append(given)
+        elif path := next(filter(None, (shipped_drafter(system, model) for system in ALGORITHMS[name].systems
+                                        if ALGORITHMS[name].takes_drafter)), None):
+            whose.setdefault(path.name, []).append(given)
     if len(whose) < 2:
         return next(iter(whose), None)
     return ", ".join(f"{own} for {' and '.join(givens)}" for own, givens in whose.items())

@@ -320,3 +320,7 @@ def test_methods_that_take_drafters_of_several_trainings_find_them_and_it_is_sai
     assert contenders.drafts_named(chosen, None, {"medusa": one("x"), "hass": one("h")}) == (
         "h for eagle and eagle-2, x for automatic")
     assert contenders.drafts_named({"eagle": ("eagle", None)}, None, drafters) == "runs/h"
+    chosen = {name: (name, None) for name in ("eagle-3", "seed-exact")}
+    assert contenders.drafts_named(chosen, one("small"), {}, "pycode") == (
+        "pycode-eagle-3 for eagle-3, small for seed-exact")
+    assert contenders.drafts_named(chosen, one("small"), {}, "other") == "small"

@@ -37,8 +37,8 @@ def kept() -> list[data.Document]:
 
 
 def test_target_draft_and_diffusion_models_are_shipped():
-    assert {"numerals", "pycode", "pycode-draft", "pycode-diffusion", "pycode-sbd", "recall", "sums",
-            "tasks-diffusion"} <= set(NAMES)
+    assert {"numerals", "pycode", "pycode-draft", "pycode-diffusion", "pycode-layerskip", "pycode-sbd", "recall",
+            "sums", "tasks-diffusion"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,6 +182,19 @@ def test_set_block_decoding_writes_python_in_fewer_forwards():
                               temperature=0.0, algorithm=f"sbd:gamma={gamma}") for gamma in (0, 2))
     assert slow.stats.rounds.min() >= 32 and fast.stats.rounds.sum() < 0.9 * slow.stats.rounds.sum()
     assert fast.lengths.tolist() == [32, 32] and lm_.diffusion.mask not in fast.tokens
+
+
+@pytest.mark.wide
+def test_the_first_layers_of_a_model_tuned_to_exit_early_draft_more_than_those_of_its_target(kept):
+    shares = []
+    for name in ("pycode", "pycode-layerskip"):
+        lm_ = dx.load(name, dtype="float32")
+        prompts = [lm_.tokenizer.encode(document.text)[:64] for document in kept]
+        options = dict(max_new_tokens=48, temperature=0.0, eos_token_id=[])
+        out, plain = (dx.generate(lm_, prompts, algorithm=algorithm, **options) for algorithm in ("layerskip", None))
+        assert np.array_equal(out.tokens, plain.tokens)
+        shares.append(out.stats.tokens_per_forward)
+    assert shares[1] > 1.1 * shares[0]
 
 
 @pytest.mark.wide
