@@ -77,7 +77,8 @@ class Row:
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Row:
         """Returns the row that `to_dict` made `stored` of."""
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in stored.items()})
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in stored.items()}
+        return cls(**fields)
 
     def cells(self) -> tuple[str, ...]:
         """Returns the row as texts, one for each of `COLUMNS`."""
