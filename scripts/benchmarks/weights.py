@@ -35,7 +35,7 @@ from decodax.io.huge_pages import moved
 from decodax.io.load import LM, load
 from decodax.io.quantize import quantize
 from decodax.models.config import llama
-from decodax.models.formats import FORMATS, unpacked
+from decodax.models.formats import FORMATS
 from decodax.models.transformer import Transformer
 
 MODEL = Transformer(llama(vocab=32000, width=768, layers=12, heads=12, kv_heads=4, mlp=2048, context=8192))
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
 def of_file(args: argparse.Namespace) -> None:
     """Times a GGUF file and prints a line for each shape."""
     lm = load(args.file)
-    arrays = jax.tree.map(np.asarray, unpacked(lm.params))
+    arrays = load(args.file, weights="float32").params      # in huge pages, as users have them
     make = lambda weights, new: Rounds(lm.model, Params(weights), new, lowest=300)
     packed = make(lm.params, args.new)
     sides = {"packed": packed.decode(1), "arrays": make(arrays, args.new).decode(1)}
