@@ -88,12 +88,14 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
     contenders: dict[str, Contender] = {PLAIN: Autoregressive(), **algorithms}
     device = jax.local_devices()[0]
     facts = dict(zip(FACTS, (
-        lm.name, draft, new_tokens, repeats, seed, {task.name: json_ready(task.sampling) for task in chosen},
+        lm.name, sum(x.nbytes for x in jax.tree.leaves(lm.params)), draft, new_tokens, repeats, seed,
+        {task.name: json_ready(task.sampling) for task in chosen},
         (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
         os.cpu_count(), platform.python_version(), jax.__version__), strict=True))
     pairs = [(task, size) for task in chosen for size in dict.fromkeys(batch)]
     total = len(pairs) * len(contenders) * (1 + repeats)
-    known = {} if earlier is None else _known(earlier, facts, list(contenders))
+    known = {} if earlier is None else _known(
+        earlier, facts, [(task.name, size) for task, size in pairs], list(contenders))
     rows: list[Row] = []
     for i, (task, size) in enumerate(pairs):
         before, count = i * total // len(pairs), max(prompts // size, 1) * size
@@ -117,16 +119,24 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
     return Comparison(rows, facts)
 
 
-def _known(earlier: Comparison, facts: Mapping[str, Any], systems: Sequence[str]
+def _known(earlier: Comparison, facts: Mapping[str, Any], cells: Sequence[tuple[str, int]], systems: Sequence[str]
            ) -> dict[tuple[str, int], list[Row]]:
     """Returns the rows of `earlier` at the tasks and batch sizes at which it measured all of `systems`, by these.
 
     Raises:
-        ValueError: a fact is another one; the message names it.
+        ValueError: a fact is another one, or `earlier` has a task, a batch size or a method that is left out now; the
+            message names it.
     """
     for name, fact in facts.items():
-        if earlier.facts[name] != fact:
-            raise ValueError(f"earlier: got a comparison with {name} {earlier.facts[name]!r}, this one has {fact!r}")
+        before = earlier.facts[name]
+        if name == "sampling":          # of the tasks of both
+            before, fact = ({task: of[task] for task in before.keys() & fact.keys()} for of in (before, fact))
+        if before != fact:
+            raise ValueError(f"earlier: got a comparison with {name} {before!r}, this one has {fact!r}")
+    for row in earlier.rows:
+        if (row.task, row.batch) not in cells or row.system not in systems:
+            raise ValueError(f"earlier: got a comparison with {row.system!r} on {row.task} at batch {row.batch}, which "
+                             "this one leaves out")
     return {cell: rows for cell, rows in earlier.cells.items()
             if [row.system for row in rows] == systems and all(row.speedup or row.error for row in rows)}
 

@@ -18,8 +18,9 @@ PLAIN = "plain"
 
 COLUMNS = ("system", "forwards", "MAT", "tokens/forward", "overhead c", "tokens/s", "speedup (spread)", "equal")
 
-FACTS = ("model", "draft", "new_tokens", "repeats", "seed", "sampling", "device", "cores", "python", "jax")
-"""The names of the facts of a comparison."""
+FACTS = ("model", "bytes", "draft", "new_tokens", "repeats", "seed", "sampling", "device", "cores", "python", "jax")
+"""The names of the facts of a comparison. "bytes" is the size of the model's weights, "sampling" has the options of
+sampling by the task."""
 
 
 @dataclasses.dataclass(frozen=True)

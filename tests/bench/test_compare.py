@@ -87,7 +87,7 @@ class Fake:
 
 
 TOY = tasks.Task("toy", "", lambda lm, count, new, seed: [[1, 2, 3]] * count, {})
-LM: Any = dataclasses.make_dataclass("LM", ["name"])("fake")
+LM: Any = dataclasses.make_dataclass("LM", ["name", "params"])("fake", ())
 
 
 @pytest.fixture
@@ -203,10 +203,14 @@ def test_a_comparison_goes_on_from_what_was_measured(calls: list[Any], tmp_path:
     whole = run({"a": a}, batch=[1, 2], prompts=2, earlier=earlier)
     assert len(calls) == 8 and whole.rows[:2] == first.rows[:2]      # 4 runs of each, of both prompts at once
     calls.clear()
-    more = run({"a": a, "b": a}, batch=[1], prompts=2, earlier=first)
+    more = run({"a": a, "b": a}, batch=[1], prompts=2, earlier=kept[0])
     assert len(calls) == 24 and [row.system for row in more.rows] == ["plain", "a", "b"]
     with pytest.raises(ValueError, match="earlier: got a comparison with repeats 3, this one has 4"):
         run({"a": a}, batch=[1, 2], prompts=2, repeats=4, earlier=first)
+    with pytest.raises(ValueError, match="earlier: got a comparison with 'plain' on toy at batch 2, which"):
+        run({"a": a}, batch=[1], prompts=2, earlier=first)
+    with pytest.raises(ValueError, match="earlier: got a comparison with 'a' on toy at batch 1, which"):
+        run({"b": a}, batch=[1, 2], prompts=2, earlier=first)
     (tmp_path / "one.json").write_text('{"rows": [{"speed": 1}]}')
     with pytest.raises(ValueError, match=r"one.json: not a comparison \(.*speed"):
         Comparison.read(tmp_path / "one.json")
