@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from decodax.algorithms.plain import Autoregressive
-from decodax.bench.comparison import FACTS, PLAIN, Comparison, Row
+from decodax.bench.comparison import PLAIN, Comparison, Row
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.algorithm import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
@@ -68,8 +68,8 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
         seed: seed of the choice of prompts and of sampling.
         draft: the name of the draft model, for the record.
         report: called before each run with the number of finished runs, the number of all runs and a description.
-        earlier: an earlier comparison of the same model with the same arguments; the tasks and batch sizes at which it
-            measured all these methods are not measured again.
+        earlier: an earlier comparison of the same model with the same arguments. A task and batch size at which it
+            measured all these methods, or found that they fail, is not measured again.
         keep: called with the comparison so far after each task and batch size.
 
     Raises:
@@ -87,45 +87,51 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
     chosen = [TASKS[task] if isinstance(task, str) else task for task in tasks]
     contenders: dict[str, Contender] = {PLAIN: Autoregressive(), **algorithms}
     device = jax.local_devices()[0]
-    facts = dict(zip(FACTS, (
-        lm.name, sum(x.nbytes for x in jax.tree.leaves(lm.params)), draft, new_tokens, repeats, seed,
-        {task.name: json_ready(task.sampling) for task in chosen},
-        (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
-        os.cpu_count(), platform.python_version(), jax.__version__), strict=True))
-    pairs = [(task, size) for task in chosen for size in dict.fromkeys(batch)]
+    facts = {
+        "model": lm.name, "bytes": sum(x.nbytes for x in jax.tree.leaves(lm.params)), "draft": draft,
+        "new_tokens": new_tokens, "repeats": repeats, "seed": seed,
+        "sampling": {task.name: json_ready(task.sampling) for task in chosen},
+        "device": (platform.processor() or platform.machine()) if device.platform == "cpu" else device.device_kind,
+        "cores": os.cpu_count(), "python": platform.python_version(), "jax": jax.__version__}
+    pairs = {(task.name, size): (task, max(prompts // size, 1) * size) for task in chosen for size in batch}
     total = len(pairs) * len(contenders) * (1 + repeats)
-    known = {} if earlier is None else _known(
-        earlier, facts, [(task.name, size) for task, size in pairs], list(contenders))
-    rows: list[Row] = []
-    for i, (task, size) in enumerate(pairs):
-        before, count = i * total // len(pairs), max(prompts // size, 1) * size
-        if (found := known.get((task.name, size))) is not None and found[0].prompts == count:
-            rows += found
+    done: dict[tuple[str, int], list[Row]] = {}
+    if earlier is not None:
+        _check(earlier, facts, {pair: count for pair, (_, count) in pairs.items()}, list(contenders))
+        done |= earlier.cells
+    found = lambda whole: Comparison([row for pair in pairs for row in done.get(pair, ())], facts, not whole)
+    for i, ((name, size), (task, count)) in enumerate(pairs.items()):
+        rows = done.get((name, size), [])
+        if [row.system for row in rows] == list(contenders) and all(row.speedup or row.error for row in rows):
             continue
+        before = i * total // len(pairs)
         if report:
-            report(before, total, f"{task.name}, batch {size}: prompts")
+            report(before, total, f"{name}, batch {size}: prompts")
         cell = None
         try:
             cell = _Cell(lm, task, size, contenders, task.prompts(lm, count, new_tokens, seed), new_tokens, seed)
-            for done, what in cell.measure(repeats):
+            for finished, what in cell.measure(repeats):
                 if report:
-                    report(before + done, total, what)
+                    report(before + finished, total, what)
             drop_programs(ROOM)
         except KeyboardInterrupt:
-            return Comparison(rows + (cell.rows() if cell else []), facts, interrupted=True)
-        rows += cell.rows()
+            if cell:
+                done.setdefault((name, size), cell.rows())
+            return found(False)
+        done[name, size] = cell.rows()
         if keep:
-            keep(Comparison(list(rows), facts, interrupted=i + 1 < len(pairs)))
-    return Comparison(rows, facts)
+            keep(found(i + 1 == len(pairs)))
+    return found(True)
 
 
-def _known(earlier: Comparison, facts: Mapping[str, Any], cells: Sequence[tuple[str, int]], systems: Sequence[str]
-           ) -> dict[tuple[str, int], list[Row]]:
-    """Returns the rows of `earlier` at the tasks and batch sizes at which it measured all of `systems`, by these.
+def _check(earlier: Comparison, facts: Mapping[str, Any], prompts: Mapping[tuple[str, int], int],
+           systems: Sequence[str]) -> None:
+    """Checks that a comparison with these facts, methods, and numbers of prompts by task and batch size can go on from
+    `earlier`.
 
     Raises:
-        ValueError: a fact is another one, or `earlier` has a task, a batch size or a method that is left out now; the
-            message names it.
+        ValueError: a fact is another one, or `earlier` has a task, a batch size or a method that is left out now, or
+            another number of prompts; the message names it.
     """
     for name, fact in facts.items():
         before = earlier.facts[name]
@@ -134,11 +140,12 @@ def _known(earlier: Comparison, facts: Mapping[str, Any], cells: Sequence[tuple[
         if before != fact:
             raise ValueError(f"earlier: got a comparison with {name} {before!r}, this one has {fact!r}")
     for row in earlier.rows:
-        if (row.task, row.batch) not in cells or row.system not in systems:
+        if (row.task, row.batch) not in prompts or row.system not in systems:
             raise ValueError(f"earlier: got a comparison with {row.system!r} on {row.task} at batch {row.batch}, which "
                              "this one leaves out")
-    return {cell: rows for cell, rows in earlier.cells.items()
-            if [row.system for row in rows] == systems and all(row.speedup or row.error for row in rows)}
+        if row.prompts != (count := prompts[row.task, row.batch]):
+            raise ValueError(f"earlier: got a comparison with {row.prompts} prompts on {row.task} at batch "
+                             f"{row.batch}, this one has {count}")
 
 
 @dataclasses.dataclass

@@ -102,7 +102,7 @@ class Comparison:
     Attributes:
         rows: the rows, ordered by task and batch size, plain decoding first.
         facts: model, machine, versions and arguments.
-        interrupted: whether Ctrl-C ended the comparison; the rows then hold the figures measured until then.
+        interrupted: whether figures are missing, since Ctrl-C ended the comparison or it is still running.
     """
 
     rows: list[Row]

@@ -205,6 +205,12 @@ def test_a_comparison_goes_on_from_what_was_measured(calls: list[Any], tmp_path:
     calls.clear()
     more = run({"a": a, "b": a}, batch=[1], prompts=2, earlier=kept[0])
     assert len(calls) == 24 and [row.system for row in more.rows] == ["plain", "a", "b"]
+    later = run({"a": a}, batch=[2], prompts=2)
+    partly = run({"a": a}, batch=[1, 2, 4], prompts=2, earlier=later, keep=kept.append)
+    assert [sorted({row.batch for row in found.rows}) for found in kept[2:]] == [[1, 2], [1, 2, 4]]   # nothing is lost
+    assert partly.rows[2:4] == later.rows and not partly.interrupted
+    with pytest.raises(ValueError, match="earlier: got a comparison with 2 prompts on toy at batch 1, this one has 3"):
+        run({"a": a}, batch=[1, 2], prompts=3, earlier=first)
     with pytest.raises(ValueError, match="earlier: got a comparison with repeats 3, this one has 4"):
         run({"a": a}, batch=[1, 2], prompts=2, repeats=4, earlier=first)
     with pytest.raises(ValueError, match="earlier: got a comparison with 'plain' on toy at batch 2, which"):

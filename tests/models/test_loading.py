@@ -141,7 +141,7 @@ def test_a_wrong_entry_is_named_at_once(entries: dict[str, Any], message: str, d
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.wide)])
 def test_every_wrong_entry_of_every_family_is_named(every: int) -> None:
     """A configuration is read, or the error has the key at fault or one that it goes with: one without which another
-    has no effect is refused by the name of the other. All cases take a minute; of them, every fifth is quick."""
+    has no effect is refused by the name of the other. By default every fifth case is tried."""
     tried = itertools.count()
     configs = [{**COMMON, **options, "model_type": kind} for kind, options, _ in CASES.values()]
     configs += [config for config, _ in DIFFUSION.values()]
